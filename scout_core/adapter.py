@@ -1,0 +1,129 @@
+"""The one contract a framework plugin fills. The core never asks which framework it runs under.
+
+The calls come in this order; the table says who makes them and whether they may communicate.
+
+| # | call | made by | collectives |
+|---|------|---------|-------------|
+| 1 | `layout()` | every rank, once at attach | allowed on the job's own groups |
+| 2 | `surfaces()` | every rank, once at attach | none |
+| 3 | `on_boundary()` | every rank, once at attach | none |
+| 4 | `capture_optimizer_slice()` | every rank, before the update of a step that checks | none |
+| 5 | `lockstep_ranks()` | every rank, at a check | none |
+| 6 | `materialize()` | every peer in lockstep, once readiness agreed | on the recipe's lockstep ranks |
+| 7 | `apply_optimizer_slice()` | every peer, once readiness agreed | none |
+| 8 | `close()` | every rank, whatever was raised before | none |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scout_core.peers import Coordinates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """This rank's place, its peers (itself included, ascending global ranks), and the job's group over those peers."""
+
+    coordinates: Coordinates
+    peers: tuple[int, ...]
+    data_group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surfaces:
+    """The modules that can be replayed.
+
+    `hidden` maps *global* layer ids to modules, so that pipeline stages count alike. `root` is the module whose call
+    is one forward pass; `plain_root` is it without wrappers, safe to call outside training. `notes` says, one
+    sentence each, what could not be found and what to set instead.
+    """
+
+    root: nn.Module
+    plain_root: nn.Module
+    embedding: tuple[str, nn.Module] | None = None
+    hidden: Mapping[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    output: tuple[str, nn.Module] | None = None
+    compiled: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicePart:
+    """One contiguous run of one parameter: flat elements `start:stop`, as copies of their values before the update."""
+
+    name: str
+    start: int
+    stop: int
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    state: Mapping[str, Any]
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSlice:
+    """A bounded part of one optimizer update: copied inputs and the hyperparameters of every parameter group."""
+
+    parts: tuple[SlicePart, ...]
+    hyperparameters: Sequence[Mapping[str, Any]]
+    identity: int
+    step: int
+
+
+class FrameworkAdapter(ABC):
+    """What SCOUT needs to know of one training framework."""
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """This rank's coordinates and peers."""
+
+    @abstractmethod
+    def surfaces(self) -> Surfaces:
+        """The modules to replay on this rank."""
+
+    @abstractmethod
+    def on_boundary(self, before_update: Callable[[], None], boundary: Callable[[bool], None]) -> None:
+        """Subscribe to optimizer steps.
+
+        `before_update()` is called when the effective gradients are final and nothing is updated yet;
+        `boundary(applied)` once after each optimizer step, with False when the framework skipped the update.
+        """
+
+    @abstractmethod
+    def capture_optimizer_slice(self, cursor: int, budget: int) -> OptimizerSlice | str:
+        """Copy up to `budget` elements from flat element `cursor` on, wrapping around; or say why it cannot.
+
+        Called within `before_update`. The copies must not alias live state.
+        """
+
+    @abstractmethod
+    def apply_optimizer_slice(self, part: OptimizerSlice) -> list[torch.Tensor]:
+        """The updated parameters and state of `part`, by the framework's own kernel, on copies of the slice."""
+
+    @abstractmethod
+    def state_tensors(self) -> list[tuple[str, str, torch.Tensor]]:
+        """Replicated live state as `(surface, name, tensor)`, in the same order on every peer.
+
+        `surface` is `parameter_state` or `optimizer_state`. Nothing is copied.
+        """
+
+    def lockstep_ranks(self, recipe_id: str) -> tuple[int, ...]:
+        """Ranks whose own collectives the recipe will run, this one excluded. None by default."""
+        return ()
+
+    def materialize(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context in which all parameters of `module` are whole. They always are by default."""
+        return nullcontext()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove every hook this adapter made. Never raises for a hook that is already gone."""

@@ -1,0 +1,169 @@
+"""The one typed configuration, from keywords, a dict, a JSON or TOML file, or command-line flags.
+
+Unknown keys and values out of range are errors at construction, before training starts, and say the fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and the fix."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ReplayHarnessConfig(_Strict):
+    """What is replayed, how often, and when a slow rank is called slow.
+
+    Intervals count optimizer steps. A recipe's own interval overrides `check_interval`; 0 switches the recipe off.
+    `check_interval=0` leaves only `check_now()`.
+    """
+
+    check_interval: int = Field(default=50, ge=0, description="optimizer steps between checks; 0: manual only")
+    embedding_interval: int | None = Field(default=None, ge=0, description="own interval of the embedding recipe")
+    hidden_interval: int | None = Field(default=None, ge=0, description="own interval of the hidden-layer recipe")
+    output_interval: int | None = Field(default=None, ge=0, description="own interval of the output-head recipe")
+    optimizer_interval: int | None = Field(default=None, ge=0, description="own interval of the optimizer recipe")
+    embedding_module: str | None = Field(default=None, description="dotted name of the embedding; None: found by structure")
+    hidden_modules: str | None = Field(
+        default=None, description="dotted name of the container of repeated layers; None: the longest one"
+    )
+    output_module: str | None = Field(default=None, description="dotted name of the output head; None: found by structure")
+    deterministic: bool = Field(default=True, description="deterministic kernels during the replay only")
+    compare_parameters: bool = Field(default=True, description="compare live parameters and optimizer state at every check")
+    state_budget_mib: int = Field(default=256, ge=1, description="live state compared per check, rotating, MiB")
+    optimizer_slice_elements: int = Field(
+        default=1 << 20, ge=1, description="elements whose optimizer update is recomputed per check"
+    )
+    readiness_timeout_s: float = Field(default=120.0, gt=0, description="how long one rank waits for its peers at a check")
+    straggler_relative: float = Field(default=1.3, gt=1.0, description="slow means above this multiple of the peers' median")
+    straggler_absolute_ms: float = Field(default=2.0, ge=0, description="and above the peers' median by this, ms")
+    straggler_confirmations: int = Field(default=2, ge=0, description="further replays in which it must be slow again")
+    straggler_window: int = Field(default=32, ge=2, description="checks a rank's own history and persistence look back")
+    straggler_persistence: int = Field(default=2, ge=1, description="checks in the window that must confirm it")
+
+    @field_validator("straggler_persistence")
+    @classmethod
+    def _fits_window(cls, value: int, info: Any) -> int:
+        window = info.data.get("straggler_window")
+        if window is not None and value > window:
+            raise ValueError(f"straggler_persistence={value} can never be met within straggler_window={window}; lower it")
+        return value
+
+    def interval(self, recipe_class: str) -> int:
+        """Optimizer steps between checks of a recipe class (`embedding`, `hidden`, `output`, `optimizer`); 0: never."""
+        own: int | None = getattr(self, f"{recipe_class}_interval")
+        return self.check_interval if own is None else own
+
+
+class ScoutConfig(_Strict):
+    """Everything `attach()` takes. Fields of `replay` may also be given directly as keywords to `attach()`."""
+
+    run_dir: Path | None = Field(default=None, description="folder for events.jsonl and all else a run leaves; None: nothing")
+    replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
+
+    @classmethod
+    def build(cls, config: ScoutConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> ScoutConfig:
+        """A configuration from a `ScoutConfig`, a mapping, or a `.json`/`.toml` path, with single fields overridden.
+
+        Raises `ConfigError` for an unknown key, a value out of range, or a file that cannot be read.
+        """
+        if config is None:
+            values: dict[str, Any] = {}
+        elif isinstance(config, ScoutConfig):
+            values = config.model_dump(exclude_unset=True)
+        elif isinstance(config, Mapping):
+            values = dict(config)
+        elif isinstance(config, (str, Path)):
+            values = _read_file(Path(config))
+        else:
+            raise ConfigError(f"config is a {type(config).__name__}; give a ScoutConfig, a dict, or a .json/.toml path")
+        replay = values.get("replay")
+        if isinstance(replay, BaseModel):
+            values["replay"] = replay.model_dump(exclude_unset=True)
+        for key, value in overrides.items():
+            if key in cls.model_fields:
+                values[key] = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            elif key in ReplayHarnessConfig.model_fields:
+                values["replay"] = {**(values.get("replay") or {}), key: value}
+            else:
+                raise ConfigError(_unknown(key))
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one `--scout-...` flag per configuration field, all optional, in a group of their own."""
+    group = parser.add_argument_group("SCOUT")
+    group.add_argument("--scout-config", default=None, metavar="FILE", help="a .json or .toml file; flags override it")
+    group.add_argument("--scout-run-dir", default=None, metavar="DIR", help=ScoutConfig.model_fields["run_dir"].description)
+    for name, field in ReplayHarnessConfig.model_fields.items():
+        group.add_argument(f"--scout-{name.replace('_', '-')}", default=None, metavar="V", help=field.description)
+
+
+def from_arguments(namespace: argparse.Namespace) -> ScoutConfig:
+    """The configuration a parsed command line asks for; raises `ConfigError` as `ScoutConfig.build` does."""
+    names = ["run_dir", *ReplayHarnessConfig.model_fields]
+    given = {name: getattr(namespace, f"scout_{name}", None) for name in names}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    return ScoutConfig.build(getattr(namespace, "scout_config", None), **overrides)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    try:
+        if path.suffix == ".toml":
+            values = _parse_toml(text)
+        else:
+            values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix or 'JSON'}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one table of keys, not a {type(values).__name__}")
+    return values
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        return tomllib.loads(text)
+    import tomli
+
+    parsed: dict[str, Any] = tomli.loads(text)
+    return parsed
+
+
+def _unknown(key: str) -> str:
+    known = [*ScoutConfig.model_fields, *ReplayHarnessConfig.model_fields]
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown configuration key '{key}'; {hint}"
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(_unknown(str(item["loc"][-1])))
+        else:
+            lines.append(f"{where}={item['input']!r}: {item['msg']}")
+    return "; ".join(lines)

@@ -1,0 +1,6 @@
+"""Coordinates of ranks and the peer groups derived from them."""
+
+from scout_core.peers.coordinates import Coordinates, peer_ranks
+from scout_core.peers.groups import PeerGroup, build_peer_group
+
+__all__ = ["Coordinates", "PeerGroup", "build_peer_group", "peer_ranks"]

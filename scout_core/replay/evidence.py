@@ -1,0 +1,172 @@
+"""Evidence rows: what one peer says of every recipe of a check, packed so that one all-gather carries it all.
+
+Each recipe has two executions' worth of words, since a first use and a dispute run it twice. Per-tensor signatures
+stay on their device until every recipe has been queued; one copy then brings them to the host, where they are folded
+into one 64-bit word per surface.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from scout_core.consensus.signature import signatures
+from scout_core.replay.capture import all_finite
+from scout_core.replay.isolation import Elapsed
+
+SURFACES: dict[str, tuple[str, ...]] = {
+    "embedding": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
+    "hidden": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
+    "output": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
+    "optimizer": ("gradient", "hyperparameters", "parameter_state", "optimizer_state", "updated_state"),
+    "state": ("parameter_state", "optimizer_state"),
+}
+"""Surfaces of a recipe class in the order in which blame is looked for: causes stand before what follows from them."""
+
+MAX_SURFACES = max(len(names) for names in SURFACES.values())
+ROW_WORDS = MAX_SURFACES + 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What a rank saw of values that are no numbers. `local` is before any reduction, on this rank's own data."""
+
+    failed: bool = False
+    local_nonfinite: bool = False
+    replay_nonfinite: bool = False
+    state_nonfinite: bool = False
+    nondeterministic_op: bool = False
+
+    def encode(self) -> int:
+        bits = (
+            self.failed,
+            self.local_nonfinite,
+            self.replay_nonfinite,
+            self.state_nonfinite,
+            self.nondeterministic_op,
+        )
+        return sum(bit << index for index, bit in enumerate(bits))
+
+    @classmethod
+    def decode(cls, word: int) -> Flags:
+        names = ("failed", "local_nonfinite", "replay_nonfinite", "state_nonfinite", "nondeterministic_op")
+        return cls(**{name: bool(word >> index & 1) for index, name in enumerate(names)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One peer's evidence from one execution of one recipe: a word per surface, time, flags."""
+
+    words: tuple[int, ...]
+    elapsed: Elapsed = Elapsed(wall_us=0, wait_us=0)
+    flags: Flags = Flags()
+
+    def encode(self) -> list[int]:
+        padding = [0] * (MAX_SURFACES - len(self.words))
+        return [*self.words, *padding, self.elapsed.wall_us, self.elapsed.wait_us, self.flags.encode(), 0]
+
+    @classmethod
+    def decode(cls, row: Sequence[int], recipe_class: str) -> Observation:
+        wall, wait, flags, _ = row[MAX_SURFACES:ROW_WORDS]
+        return cls(
+            words=tuple(row[: len(SURFACES[recipe_class])]),
+            elapsed=Elapsed(wall_us=wall, wait_us=wait),
+            flags=Flags.decode(flags),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signed:
+    """Signatures of a list of tensors, still on their devices: `(device type, offset)` each, None for an absent one."""
+
+    places: tuple[tuple[str, int] | None, ...]
+
+
+class EvidenceBatch:
+    """Collects tensors to sign and flags to raise, recipe after recipe, and reads all of them back at once."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], Observation]] = []
+        self._vectors: dict[str, list[torch.Tensor]] = {}
+        self._lengths: dict[str, int] = {}
+        self._values: dict[str, list[int]] = {}
+
+    def add(
+        self,
+        surfaces: Sequence[Sequence[torch.Tensor | None] | int],
+        *,
+        elapsed: Callable[[], Elapsed] | None = None,
+        local: Sequence[torch.Tensor] = (),
+        replayed: Sequence[torch.Tensor | None] = (),
+        state: Sequence[torch.Tensor | None] = (),
+        failed: bool = False,
+        nondeterministic_op: bool = False,
+    ) -> tuple[Signed | int, ...]:
+        """Queue one execution's evidence; returns the signatures behind each surface, for `signatures_of`.
+
+        `surfaces[i]` is the tensors of the i-th surface, or its ready-made word. `local` holds bool scalars made while
+        capturing; `replayed` and `state` hold tensors whose values must be finite. Queues work, waits for none.
+        """
+        signed = tuple(word if isinstance(word, int) else self._sign(word) for word in surfaces)
+        local_flags = self._raise_flags(local)
+        replay_flags = self._raise_flags([all_finite(t) for t in replayed if t is not None])
+        state_flags = self._raise_flags([all_finite(t) for t in state if t is not None])
+
+        def observation() -> Observation:
+            return Observation(
+                words=tuple(word if isinstance(word, int) else fold(self.signatures_of(word)) for word in signed),
+                elapsed=elapsed() if elapsed is not None else Elapsed(wall_us=0, wait_us=0),
+                flags=Flags(
+                    failed=failed,
+                    local_nonfinite=not self._all_set(local_flags),
+                    replay_nonfinite=not self._all_set(replay_flags),
+                    state_nonfinite=not self._all_set(state_flags),
+                    nondeterministic_op=nondeterministic_op,
+                ),
+            )
+
+        self._pending.append(observation)
+        return signed
+
+    def resolve(self) -> list[Observation]:
+        """The observations in the order they were added. Waits once for each device's queued work."""
+        self._values = {kind: torch.cat(vectors).tolist() for kind, vectors in self._vectors.items()}
+        return [observation() for observation in self._pending]
+
+    def signatures_of(self, signed: Signed) -> list[int | None]:
+        """One signature per tensor, after `resolve`."""
+        return [None if place is None else self._values[place[0]][place[1]] for place in signed.places]
+
+    def _sign(self, tensors: Sequence[torch.Tensor | None]) -> Signed:
+        places: list[tuple[str, int] | None] = [None] * len(tensors)
+        present = [(index, tensor) for index, tensor in enumerate(tensors) if tensor is not None]
+        for kind in sorted({tensor.device.type for _, tensor in present}):
+            chosen = [(index, tensor) for index, tensor in present if tensor.device.type == kind]
+            start = self._push(signatures([tensor for _, tensor in chosen]))
+            for offset, (index, _) in enumerate(chosen):
+                places[index] = (kind, start + offset)
+        return Signed(places=tuple(places))
+
+    def _raise_flags(self, flags: Sequence[torch.Tensor]) -> Signed:
+        places = [(flag.device.type, self._push(flag.reshape(1).to(torch.int64))) for flag in flags]
+        return Signed(places=tuple(places))
+
+    def _all_set(self, signed: Signed) -> bool:
+        return all(self.signatures_of(signed))
+
+    def _push(self, vector: torch.Tensor) -> int:
+        kind = vector.device.type
+        start = self._lengths.get(kind, 0)
+        self._vectors.setdefault(kind, []).append(vector)
+        self._lengths[kind] = start + vector.numel()
+        return start
+
+
+def fold(words: Sequence[int | None]) -> int:
+    """One signed 64-bit word over a sequence of signed 64-bit words; absent entries count. Order matters."""
+    packed = b"".join(b"\0" if word is None else b"\1" + struct.pack("<q", word) for word in words)
+    return int(struct.unpack("<q", struct.pack("<Q", xxhash.xxh3_64_intdigest(packed)))[0])

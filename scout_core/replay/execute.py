@@ -1,0 +1,104 @@
+"""One isolated forward and backward of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from scout_core.replay.capture import Invocation
+from scout_core.replay.isolation import Elapsed, Stopwatch, uncompiled
+from scout_core.replay.trees import refill, tensor_leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """An invocation as it arrived on a peer: tensors in the order of `Invocation.metas()`, and changed buffers."""
+
+    inputs: list[torch.Tensor]
+    gradients: dict[int, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that was carried, in a fixed order, for comparing it."""
+        return [*self.inputs, *(self.gradients[i] for i in sorted(self.gradients)), *self.buffers.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """What one replay produced. Entries are None where autograd had nothing to say."""
+
+    outputs: list[torch.Tensor | None]
+    input_gradients: list[torch.Tensor | None]
+    parameter_gradients: list[torch.Tensor | None]
+    stopwatch: Stopwatch
+
+    def elapsed(self) -> Elapsed:
+        """Time of forward plus backward; waits for a GPU to finish them."""
+        return self.stopwatch.read()
+
+
+class _ForwardBackward(nn.Module):
+    """Runs its child forward and backward in one call, so that substituted parameters stay in place for both.
+
+    Checkpointed parts recompute their forward during backward; outside `functional_call` they would find the live
+    parameters and write gradients into training.
+    """
+
+    def __init__(self, module: nn.Module, invocation: Invocation, received: Received, generator: torch.Generator) -> None:
+        super().__init__()
+        self.module = module
+        self._invocation = invocation
+        self._received = received
+        self._generator = generator
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        with self._invocation.autocast.enter():
+            leaves = tensor_leaves(self.module(*args, **kwargs))
+        indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
+        if self._invocation.recomputed:
+            gradients = {index: self._draw(leaves[index]) for index in indices}
+        else:
+            gradients = {index: self._received.gradients[index] for index in indices if index in self._received.gradients}
+        if gradients:
+            torch.autograd.backward([leaves[index] for index in gradients], list(gradients.values()))
+        return [leaf.detach() for leaf in leaves]
+
+    def _draw(self, output: torch.Tensor) -> torch.Tensor:
+        """An output gradient of the size a mean-reduced loss gives: unit noise over the number of rows."""
+        rows = max(output.numel() // max(output.shape[-1], 1), 1) if output.dim() else 1
+        noise = torch.randn(output.shape, generator=self._generator, dtype=torch.float32, device=output.device)
+        return (noise / rows).to(output.dtype)
+
+
+def execute(module: nn.Module, invocation: Invocation, received: Received, *, seed: int) -> Execution:
+    """Replay one call of `module` on copies and aliases; live parameters, gradients and buffers are not written.
+
+    Local to the calling rank unless the module communicates itself. The caller has seeded the generators and set
+    determinism, and preserves both. `seed` draws output gradients where none was captured.
+    """
+    device = next((t.device for t in (*module.parameters(), *received.inputs)), torch.device("cpu"))
+    parameters = {name: p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    buffers.update({name: tensor.clone() for name, tensor in received.buffers.items()})
+    leaves = [
+        tensor.detach().requires_grad_(meta.requires_grad)
+        for tensor, meta in zip(received.inputs, invocation.input_metas, strict=True)
+    ]
+    # a copy of each leaf enters the module: it may be changed in place, the leaf and the received tensor may not
+    args, kwargs = refill(invocation.arguments, [leaf.clone() for leaf in leaves])
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed % (1 << 63))
+    shim = _ForwardBackward(module, invocation, received, generator)
+    substitutes = {f"module.{name}": tensor for name, tensor in (parameters | buffers).items()}
+    with torch.enable_grad(), uncompiled(module), Stopwatch(device) as stopwatch:
+        outputs = torch.func.functional_call(shim, substitutes, args, kwargs)
+    return Execution(
+        outputs=list(outputs),
+        input_gradients=[leaf.grad for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad],
+        parameter_gradients=[p.grad for p in parameters.values() if p.requires_grad],
+        stopwatch=stopwatch,
+    )

@@ -1,0 +1,181 @@
+"""Running something inside a training process without leaving a trace in it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastState:
+    """Autocast as it was when a module was called, per device type."""
+
+    devices: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def current(cls) -> AutocastState:
+        """The state now, for the CPU and for the accelerator, if one is in use."""
+        types = ["cpu"]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            types.append("cuda")
+        return cls(
+            devices=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
+        )
+
+    def describe(self) -> tuple[tuple[str, bool, str], ...]:
+        """Plain values for comparing; the dtype counts only where autocast is on."""
+        return tuple((kind, on, str(dtype) if on else "") for kind, on, dtype in self.devices)
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Autocast as recorded; the weight cache is off, since it would hand one replay's casts to training."""
+        with ExitStack() as stack:
+            for kind, on, dtype in self.devices:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=False))
+            yield
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` or any part of it runs through `torch.compile`."""
+    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules())
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which compiled parts of `module` run eagerly. Costs nothing, and imports nothing, without any."""
+    return torch.compiler.set_stance("force_eager") if is_compiled(module) else nullcontext()
+
+
+@contextmanager
+def preserved_state() -> Iterator[None]:
+    """Put back the random state of torch (CPU and current CUDA device), numpy and `random` afterwards."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    states: tuple[Any, ...] = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+    python_state = random.getstate()
+    numpy_state = numpy_random.get_state() if numpy_random is not None else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        if cuda:
+            torch.cuda.set_rng_state(states[1])
+        random.setstate(python_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+
+
+def seed_everything(seed: int) -> list[torch.Tensor]:
+    """Seed every generator from one 64-bit number; returns the resulting torch states for comparing them.
+
+    Call inside `preserved_state`.
+    """
+    unsigned = seed % (1 << 64)
+    torch.default_generator.manual_seed(unsigned)
+    random.seed(unsigned)
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None:
+        numpy_random.seed(unsigned % (1 << 32))
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(unsigned)
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+class Determinism:
+    """Deterministic kernels within a `with` block; `unsupported` names operations torch says have none.
+
+    Operations without a deterministic kernel run all the same: whether they repeat themselves is measured, and torch's
+    warning is kept as evidence. Filling fresh memory is switched off, as it costs time and hides nothing here.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.unsupported: set[str] = set()
+        self._enabled = enabled
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Determinism:
+        if not self._enabled:
+            return self
+        self._mode = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        self._fill = torch.utils.deterministic.fill_uninitialized_memory
+        self._cudnn = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
+        self._caught = self._stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._enabled:
+            return
+        torch.use_deterministic_algorithms(self._mode[0], warn_only=self._mode[1])
+        torch.utils.deterministic.fill_uninitialized_memory = self._fill
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
+        self._stack.close()
+        for warning in self._caught:
+            text = str(warning.message)
+            if "does not have a deterministic implementation" in text:
+                self.unsupported.add(text.split()[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elapsed:
+    """How long something ran, in microseconds: on the wall, and waiting for a CPU core (0 on a GPU or if unknown)."""
+
+    wall_us: int
+    wait_us: int
+
+    @property
+    def busy_us(self) -> int:
+        """Wall time less the time spent waiting for a core, so that a crowded host does not look like a slow rank."""
+        return max(self.wall_us - self.wait_us, 0)
+
+
+class Stopwatch:
+    """Times work on a device: CUDA events where it is a GPU, the monotonic clock and the run-queue delay elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+
+    def __enter__(self) -> Stopwatch:
+        if self._cuda:
+            self._events[0].record()
+        else:
+            self._start = (time.perf_counter_ns(), run_queue_delay_ns())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._cuda:
+            self._events[1].record()
+        else:
+            self._stop = (time.perf_counter_ns(), run_queue_delay_ns())
+
+    def read(self) -> Elapsed:
+        """The result; on a GPU this waits for the work to end."""
+        if self._cuda:
+            self._events[1].synchronize()
+            return Elapsed(wall_us=round(self._events[0].elapsed_time(self._events[1]) * 1e3), wait_us=0)
+        wall, wait = (stop - start for start, stop in zip(self._start, self._stop, strict=True))
+        return Elapsed(wall_us=wall // 1000, wait_us=wait // 1000)
+
+
+def run_queue_delay_ns() -> int:
+    """Nanoseconds this thread has been runnable without a core, from the kernel's schedstat; 0 where it is not kept."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0

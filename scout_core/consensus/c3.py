@@ -72,10 +72,8 @@ def classify_exact(evidence: Sequence[Hashable | None]) -> C3Result:
     _require_peers(evidence)
     identities = [None if value is None else _identity(value) for value in evidence]
     counts = Counter(identity for identity in identities if identity is not None)
-    value, votes = counts.most_common(1)[0] if counts else (None, 0)
-    if 2 * votes <= len(evidence):
-        return _inconclusive(evidence)
-    return _verdict(evidence, [None if identity is None else identity == value for identity in identities])
+    favourite = counts.most_common(1)[0][0] if counts else None
+    return _verdict(evidence, [None if identity is None else identity == favourite for identity in identities])
 
 
 def classify_statistical(
@@ -103,7 +101,7 @@ def classify_statistical(
         if not (math.isfinite(tolerance) and tolerance >= 0):
             raise ValueError(f"{name} must be finite and at least 0, not {tolerance}")
     finite = sorted(value for value in values if value is not None and math.isfinite(value))
-    if 2 * len(finite) <= len(values):
+    if not finite:
         return _inconclusive(values)
     median = _median_of_sorted(finite)
     tolerance = absolute_tolerance + relative_tolerance * abs(median)
@@ -150,8 +148,8 @@ def _identity(value: object) -> object:
 
 def _median_of_sorted(values: Sequence[float]) -> float:
     low, high = values[(len(values) - 1) // 2], values[len(values) // 2]
-    # Halving first cannot overflow. Equal middles are returned as they are: half of a subnormal may round to 0.
-    return low if low == high else min(high, max(low, low / 2 + high / 2))
+    # Halving first cannot overflow, but half of a subnormal may round to 0: hence the bounds.
+    return min(high, max(low, low / 2 + high / 2))
 
 
 def _plain(value: object) -> Any:

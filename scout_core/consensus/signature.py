@@ -129,11 +129,13 @@ def _strided_local(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise TypeError(f"cannot sign a {kind} tensor: pass its strided component tensors (indices, values) instead")
-    local = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    try:
-        has_bytes = local.data_ptr() != 0 or not local.numel()
-    except RuntimeError:  # how torch answers for fake and functional tensors
-        has_bytes = False
+    local = tensor.detach()
+    if local.dtype is torch.bool:  # copying a strided bool tensor repairs a byte that is neither 0 nor 1; keep it
+        local = local.view(torch.uint8).contiguous().view(torch.bool)
+    local = local.resolve_conj().resolve_neg().contiguous()
+    # A fake tensor says it is on a device while its storage is on meta; other wrappers have storage at address 0.
+    on_device = local.untyped_storage().device == local.device
+    has_bytes = on_device and (local.data_ptr() != 0 or not local.numel())
     if not has_bytes:
         raise TypeError(f"cannot sign a {type(tensor).__name__}: it has no storage; pass the tensors that it wraps")
     return local
@@ -168,7 +170,7 @@ def _signatures_with_absent(tensors: Sequence[torch.Tensor | None]) -> torch.Ten
 
 
 def _word_sums(locals_: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """int64 [n] word-sum signatures of contiguous tensors on one accelerator, by the fastest path there is (on CPU too)."""
+    """int64 [n] word-sum signatures of contiguous tensors on one device, by the fastest path there is."""
     device = next(local.device for local in locals_ if local is not None)
     if device.type == "cuda" and _triton_available():
         from scout_core.consensus.signature_cuda import signatures_triton
@@ -201,7 +203,8 @@ def _word_sum(local: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     if not local.numel():
         return total
-    data = local.reshape(-1).view(torch.uint8)
+    # as_strided, since a contiguous tensor may keep an odd stride in a dimension of size 1, which view() refuses.
+    data = local.as_strided((local.numel(),), (1,)).view(torch.uint8)
     for start in range(0, data.numel(), 8 * _BLOCK_WORDS):
         part = data[start : start + 8 * _BLOCK_WORDS]
         # Copied into words of its own, since a view as int64 needs 8-byte alignment and a whole number of words.

@@ -64,8 +64,9 @@ def _mixed(words, positions):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, misc, unused-ignore]
 def _sum_aligned(address, first):  # type: ignore[no-untyped-def]
-    """Sum of a whole chunk that starts at word `first` of a tensor at a 16-byte aligned address: unmasked wide loads."""
-    source = tl.multiple_of(address, 16).to(tl.pointer_type(tl.uint64))
+    """Sum of a whole chunk from word `first` of a tensor at a 16-byte aligned address: wide loads, no masks."""
+    # The hint goes on the pointer, which exists in this branch only, not on the address that `_sum_any` shares.
+    source = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
     lanes = tl.arange(0, _BLOCK)
     total = tl.zeros((_BLOCK,), tl.uint64)
     for start in range(0, _CHUNK, _BLOCK):
@@ -169,6 +170,6 @@ def _plan(metadata: tuple[tuple[torch.dtype, torch.Size] | None, ...], device: t
 def _to_device(
     values: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Copy through pinned memory, so that the host does not wait; torch keeps the pinned block until the copy is done."""
+    """Copy through pinned memory, so that the host does not wait; torch keeps the pinned block until it was copied."""
     host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

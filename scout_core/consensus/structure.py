@@ -15,11 +15,11 @@ import xxhash
 def structure_signature(value: object) -> int:
     """Signature of a nested value's types, keys and plain values, with dtype and shape standing for each tensor.
 
-    Distinguishes types (1, 1.0, True and "1"; (1,) and [1]; 0.0 and -0.0) and subclasses by qualified name. Order counts
-    in sequences and not in mappings and sets; every NaN is the same. Understands None, bool, int, float, complex, str,
-    bytes, enums, list, tuple, named tuples, mappings, sets, slices, ranges, dataclass instances, torch dtypes, devices,
-    sizes and tensors. Any other object counts by its qualified type name alone. A container that holds itself is
-    described by how far up the repetition starts.
+    Distinguishes types (1, 1.0, True and "1"; (1,) and [1]; 0.0 and -0.0) and subclasses by qualified name. Order
+    counts in sequences and not in mappings and sets; every NaN is the same. Understands None, bool, int, float,
+    complex, str, bytes, enums, list, tuple, named tuples, mappings, sets, slices, ranges, dataclass instances, torch
+    dtypes, devices, sizes and tensors. Any other object counts by its qualified type name alone. A container that
+    holds itself is described by how far up the repetition starts.
 
     Equal in every process: neither `hash()`, addresses nor pickles enter. Local, no collective, reads no tensor data.
 

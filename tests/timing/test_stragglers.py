@@ -67,6 +67,7 @@ def run(judge: StragglerJudge, clock: Clock, checks: int, peers: int = 4) -> lis
         ([10.0, None, 10.0, 16.0], [3]),
         ([10.0, NAN, 10.0, INF, -5.0, 16.0], [5]),
         ([NAN, INF, -1.0, None], []),
+        ([10.0, 16.0, -5.0], []),  # two usable times
         ([0.0, 0.0, 0.0, 5.0], [3]),
     ],
 )
@@ -80,6 +81,8 @@ def test_own_history_clears_a_peer_at_its_usual_pace() -> None:
     assert slow(candidates(times_ms, DEFAULT, [10.0, 10.0, 10.0, 15.5])) == []
     assert slow(candidates(times_ms, DEFAULT, [10.0, 10.0, 10.0, 13.0])) == [3]  # half the threshold is enough
     assert slow(candidates(times_ms, DEFAULT, [None, None, None, None])) == [3]
+    assert slow(candidates([1.0, 1.0, 4.0], DEFAULT, [1.0, 1.0, 2.9])) == [2]  # half of the absolute threshold, too
+    assert slow(candidates([1.0, 1.0, 4.0], DEFAULT, [1.0, 1.0, 3.1])) == []
     with pytest.raises(ValueError, match="history has 1"):
         candidates(times_ms, DEFAULT, [10.0])
 
@@ -246,6 +249,9 @@ def test_persistence_is_counted_for_each_recipe_alone_and_within_the_window() ->
     assert [slow(judge.judge(recipe, [bad]).bitmap) for recipe in "abaaba"] == [[], [], [], [2], [], [2]]
     assert [slow(judge.judge("c", [row]).bitmap) for row in (bad, bad, good, bad)] == [[], [], [], [2]]
     assert [slow(judge.judge("d", [row]).bitmap) for row in (bad, good, bad, good, bad)] == [[], [], [], [], []]
+    default = StragglerJudge(ONE_ROUND)
+    verdicts = [default.judge("a", [row]) for row in (bad, bad, good, bad)]
+    assert [slow(verdict.bitmap) for verdict in verdicts] == [[], [2], [], [2]], "a clean check reports nobody"
     always = StragglerJudge(StragglerThresholds(confirmations=0, persistence=1))
     assert slow(always.judge("a", [bad]).bitmap) == [2]
 
@@ -271,8 +277,8 @@ def test_two_peers_are_compared_with_their_own_baselines() -> None:
     judge = StragglerJudge(ONE_ROUND)
     for _ in range(8):
         assert judge.judge("a", [[10.0, 20.0]]).ratio in ((None, None), (1.0, 1.0))
-    verdict = judge.judge("a", [[15.0, 20.0]])
-    assert (verdict.baseline_ms, verdict.ratio) == ((10.0, 20.0), (1.5, 1.0))
+    verdict = judge.judge("a", [[18.0, 20.0]])
+    assert (verdict.baseline_ms, verdict.ratio) == ((10.0, 20.0), (1.8, 1.0))
     assert (slow(verdict.candidate_bitmap), verdict.reason) == ([0], "not_persistent")
 
 

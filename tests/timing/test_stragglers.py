@@ -67,7 +67,7 @@ def run(judge: StragglerJudge, clock: Clock, checks: int, peers: int = 4) -> lis
         ([10.0, None, 10.0, 16.0], [3]),
         ([10.0, NAN, 10.0, INF, -5.0, 16.0], [5]),
         ([NAN, INF, -1.0, None], []),
-        ([10.0, 16.0, -5.0], []),  # two usable times
+        ([10.0, 16.0, 10.0, -5.0, -5.0], [1]),
         ([0.0, 0.0, 0.0, 5.0], [3]),
     ],
 )

@@ -31,6 +31,12 @@ _MASK_32 = (1 << 32) - 1
 
 _BLOCK_WORDS = 1 << 20  # words that the tensor-operation path widens at a time: 8 MiB a temporary
 
+# The C API's own way to see memory as a buffer: a ctypes array would need a new type for every length, at 10 us each.
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_PYBUF_READ = 0x100  # PyBUF_READ of CPython's object.h
+
 
 def _fraction_bits(prime: int) -> int:
     """First 64 bits of the fractional part of sqrt(prime): constants with nothing hidden in them (as in FIPS 180-4)."""
@@ -152,7 +158,7 @@ def _cpu_signature(local: torch.Tensor) -> int:
     """XXH3-64 of the bytes in place. xor with the metadata code keeps it a bijection of the digest."""
     if not local.numel():
         return metadata_code(local.dtype, local.shape)
-    view = (ctypes.c_char * local.nbytes).from_address(local.data_ptr())
+    view = _memory_view(local.data_ptr(), local.nbytes, _PYBUF_READ)  # `local` outlives it, so no copy is needed
     return xxhash.xxh3_64_intdigest(view) ^ metadata_code(local.dtype, local.shape)
 
 

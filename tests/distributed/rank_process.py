@@ -131,6 +131,7 @@ def _enter_world(seat: RankSeat, call: Call) -> None:
         world_size=seat.world_size,
         timeout=timeout,
     )
+    dist.barrier()  # Gloo's own start waits for nobody: a rank that ends at once would break the others' start
     torch.manual_seed(0)
 
 

@@ -88,24 +88,24 @@ def rank_main(seat: RankSeat, link: Connection) -> None:
     _die_with_parent()
     with open(seat.stacks_file, "w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        _take_seat(seat)
+        store = _take_seat(seat)
         gc.collect()
         gc.freeze()  # what the fork server imported is never garbage; collecting after a call need not walk it
         link.send_bytes(b"ready")
         try:
             while True:
-                link.send_bytes(_answer(seat, pickle.loads(link.recv_bytes())))
+                link.send_bytes(_answer(seat, store, pickle.loads(link.recv_bytes())))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             _leave_world()
         faulthandler.unregister(STACKS_SIGNAL)
 
 
-def _answer(seat: RankSeat, call: Call) -> bytes:
+def _answer(seat: RankSeat, store: Any, call: Call) -> bytes:
     # The one broad catch: whatever a test's function raises belongs to the test, in the parent.
     try:
         function = call.function.load()
         args, kwargs = pickle.loads(call.payload)
-        _enter_world(seat, call)
+        _enter_world(seat, store, call)
         reply = pickle.dumps(Reply(value=function(*args, **kwargs)))
     except Exception as error:  # noqa: BLE001
         failure = RankFailure(
@@ -115,7 +115,7 @@ def _answer(seat: RankSeat, call: Call) -> bytes:
     return reply
 
 
-def _enter_world(seat: RankSeat, call: Call) -> None:
+def _enter_world(seat: RankSeat, store: Any, call: Call) -> None:
     """A process group, group names counted from zero, and a seed for this call alone."""
     import torch
     import torch.distributed as dist
@@ -123,7 +123,7 @@ def _enter_world(seat: RankSeat, call: Call) -> None:
     _leave_world()
     # Longer than the caller waits, so that a stuck collective is shown by its stacks and not cut short by Gloo.
     timeout = timedelta(seconds=call.deadline_s + 30)
-    store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False, timeout=timeout)
+    store.set_timeout(timeout)
     dist.init_process_group(
         seat.backend,
         store=dist.PrefixStore(f"call{call.world}", store),
@@ -144,8 +144,10 @@ def _leave_world() -> None:
         dist.destroy_process_group()
 
 
-def _take_seat(seat: RankSeat) -> None:
+def _take_seat(seat: RankSeat) -> Any:
+    """This process as one that torchrun started; returns its connection to the store, the only one it opens."""
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(
@@ -157,6 +159,7 @@ def _take_seat(seat: RankSeat) -> None:
         MASTER_PORT=str(seat.store_port),
         GLOO_SOCKET_IFNAME="lo",
     )
+    return dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
 
 
 def _module(name: str, file: str) -> Any:

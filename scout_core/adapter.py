@@ -99,10 +99,13 @@ class FrameworkAdapter(ABC):
         """
 
     @abstractmethod
-    def capture_optimizer_slice(self, cursor: int, budget: int) -> OptimizerSlice | str:
+    def capture_optimizer_slice(
+        self, cursor: int, budget: int, *, draw_missing_gradients: bool = False
+    ) -> OptimizerSlice | str:
         """Copy up to `budget` elements from flat element `cursor` on, wrapping around; or say why it cannot.
 
-        Called within `before_update`. The copies must not alias live state.
+        Called within `before_update`; or, with `draw_missing_gradients`, at a check off schedule, where gradients that
+        are gone are replaced by noise that is the same on every peer. The copies must not alias live state.
         """
 
     @abstractmethod

@@ -43,7 +43,9 @@ class ReplayHarnessConfig(_Strict):
     output_module: str | None = Field(default=None, description="dotted name of the output head; None: found by structure")
     deterministic: bool = Field(default=True, description="deterministic kernels during the replay only")
     compare_parameters: bool = Field(default=True, description="compare live parameters and optimizer state at every check")
-    state_budget_mib: int = Field(default=256, ge=1, description="live state compared per check, rotating, MiB")
+    state_budget_mib: int | None = Field(
+        default=None, ge=1, description="live state compared per check, rotating, MiB; None: 256 on a GPU, 16 on the CPU"
+    )
     optimizer_slice_elements: int = Field(
         default=1 << 20, ge=1, description="elements whose optimizer update is recomputed per check"
     )

@@ -37,7 +37,7 @@ class PeerGroup:
         if self.control is None:
             return row.unsqueeze(0)
         out = torch.empty(self.size, row.numel(), dtype=row.dtype)
-        dist.all_gather_into_tensor(out, row, group=self.control)
+        dist.all_gather(list(out.unbind(0)), row, group=self.control)
         return out
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -91,42 +92,41 @@ def seed_everything(seed: int) -> list[torch.Tensor]:
     return states
 
 
-class Determinism:
-    """Deterministic kernels within a `with` block; `unsupported` names operations torch says have none.
+_CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 
-    Operations without a deterministic kernel run all the same: whether they repeat themselves is measured, and torch's
-    warning is kept as evidence. Filling fresh memory is switched off, as it costs time and hides nothing here.
+
+def strict_determinism_possible() -> bool:
+    """Whether torch would accept matrix products under strict determinism, which on CUDA an environment variable decides.
+
+    Source: `torch.use_deterministic_algorithms`, section on CUBLAS_WORKSPACE_CONFIG.
     """
+    return not torch.cuda.is_available() or os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _CUBLAS_DETERMINISTIC
 
-    def __init__(self, enabled: bool) -> None:
-        self.unsupported: set[str] = set()
-        self._enabled = enabled
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Determinism:
-        if not self._enabled:
-            return self
-        self._mode = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-        self._fill = torch.utils.deterministic.fill_uninitialized_memory
-        self._cudnn = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
-        self._caught = self._stack.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+@contextmanager
+def deterministic_kernels(*, enabled: bool, strict: bool) -> Iterator[None]:
+    """Deterministic kernels within the block, and the job's own settings again afterwards.
+
+    Under `strict` an operation that has no deterministic kernel raises `RuntimeError`; otherwise it runs as it is, and
+    whether it repeats itself is measured. Filling fresh memory is switched off: it costs time and hides nothing here.
+    """
+    if not enabled:
+        yield
+        return
+    mode = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    cudnn = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=not strict)
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._enabled:
-            return
-        torch.use_deterministic_algorithms(self._mode[0], warn_only=self._mode[1])
-        torch.utils.deterministic.fill_uninitialized_memory = self._fill
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = self._cudnn
-        self._stack.close()
-        for warning in self._caught:
-            text = str(warning.message)
-            if "does not have a deterministic implementation" in text:
-                self.unsupported.add(text.split()[0])
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+            torch.utils.deterministic.fill_uninitialized_memory = fill
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,168 @@
+"""`XidSource`: XID errors as they happen, from NVML events where offered and from the kernel log otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scout_core.health.identity import describe
+from scout_core.health.kmsg import KernelFinding, KernelLogReader, normalize_pci
+from scout_core.health.nvml_api import NvmlApi, NvmlUnavailable
+from scout_core.health.types import DeviceIdentity, HealthReading, Metric, ReadingStatus
+
+_MOST_EVENTS = 256
+"""XIDs taken from NVML in one poll; a storm is finished in the polls that follow."""
+
+
+class XidSource:
+    """A `HealthSource` of XID events for all GPUs of the host, or for those in `devices` (UUIDs).
+
+    NVML events are registered at the first `read()`. The kernel log (`kernel_log`; None: no log) is followed from
+    its end for what NVML does not say: XIDs of devices without events, and GPUs that fall off the bus without an
+    XID. Each XID is read once, with its time on the monotonic clock and a running sequence number. `pci_map` names
+    devices by PCI address where NVML cannot. GPUs that NVML does not show are another tenant's and are left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: Sequence[str] | None = None,
+        kernel_log: str | Path | None = "/dev/kmsg",
+        pci_map: Mapping[str, str] | None = None,
+        module: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = "xid"
+        self._wanted = frozenset(devices) if devices is not None else None
+        self._path = kernel_log
+        self._nvml = NvmlApi(module)
+        self._clock = clock
+        self._sequence = 0
+        self._offset_s: float | None = None
+        self._events: Any = None
+        self._log: KernelLogReader | None = None
+        self._reason = ""
+        self._ready = False
+        self._by_nvml: frozenset[str] = frozenset()
+        self._identities: dict[str, DeviceIdentity] = {}
+        self._by_pci = {normalize_pci(pci): uuid for pci, uuid in (pci_map or {}).items()}
+
+    def read(self) -> list[HealthReading]:
+        if not self._ready:
+            self._start()
+        readings = self._nvml_events() if self._events is not None else []
+        if self._log is not None:
+            findings = self._log.read()
+            self._set_offset(findings)
+            readings += [reading for finding in findings if (reading := self._from_log(finding)) is not None]
+        if self._events is None and self._log is None:
+            readings.append(
+                HealthReading(
+                    device="host", metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=self._reason
+                )
+            )
+        return readings
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._nvml.ask("nvmlEventSetFree", self._events)
+            self._events = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        self._nvml.close()
+
+    def _start(self) -> None:
+        self._ready = True
+        self._register()
+        if self._path is None:
+            return
+        try:
+            self._log = KernelLogReader(self._path)
+        except OSError as error:
+            self._reason = f"{self._reason}; {self._path}: {error.strerror}".lstrip("; ")
+
+    def _register(self) -> None:
+        """Register for every wanted device that offers XID events."""
+        try:
+            self._nvml.open()
+        except NvmlUnavailable as error:
+            self._reason = str(error)
+            return
+        count = self._nvml.ask("nvmlDeviceGetCount")
+        handles = [self._nvml.ask("nvmlDeviceGetHandleByIndex", i) for i in range(count.value if count.ok else 0)]
+        created = self._nvml.ask("nvmlEventSetCreate")
+        bit = self._nvml.constant("nvmlEventTypeXidCriticalError") or 0
+        offered: set[str] = set()
+        for index, handle in enumerate(handles):
+            if not handle.ok:
+                continue
+            identity = describe(self._nvml, handle.value, index=index)
+            if identity.uuid is None or (self._wanted is not None and identity.uuid not in self._wanted):
+                continue
+            self._identities[identity.uuid] = identity
+            if identity.pci_bus_id is not None:
+                self._by_pci[identity.pci_bus_id] = identity.uuid
+            types = self._nvml.ask("nvmlDeviceGetSupportedEventTypes", handle.value)
+            if not created.ok or not types.ok or not types.value & bit:
+                self._reason = types.reason or "NVML offers no XID events here"
+            elif self._nvml.ask("nvmlDeviceRegisterEvents", handle.value, bit, created.value).ok:
+                offered.add(identity.uuid)
+        self._by_nvml = frozenset(offered)
+        self._events = created.value if offered else None
+        if created.ok and not offered:
+            self._nvml.ask("nvmlEventSetFree", created.value)
+
+    def _nvml_events(self) -> list[HealthReading]:
+        bit = self._nvml.constant("nvmlEventTypeXidCriticalError")
+        readings: list[HealthReading] = []
+        for _ in range(_MOST_EVENTS):
+            # A wait of 0 ms answers 'timeout' when nothing is queued.
+            event = self._nvml.ask("nvmlEventSetWait_v2", self._events, 0)
+            if not event.ok:
+                break
+            uuid = self._nvml.ask("nvmlDeviceGetUUID", event.value.device)
+            if event.value.eventType == bit and uuid.ok:
+                readings.append(self._reading(uuid.value, int(event.value.eventData), "", self._clock()))
+        return readings
+
+    def _set_offset(self, findings: Sequence[KernelFinding]) -> None:
+        """Kernel time to monotonic time. The two drift apart over weeks, so the difference is measured here: it is
+        at most what it is when a line has just been read."""
+        now = self._clock()
+        offsets = [now - finding.time_s for finding in findings if finding.time_s is not None]
+        if offsets:
+            self._offset_s = min(offsets) if self._offset_s is None else min(self._offset_s, *offsets)
+
+    def _from_log(self, finding: KernelFinding) -> HealthReading | None:
+        uuid = self._by_pci.get(finding.pci)
+        if uuid is None and self._by_pci:
+            return None
+        if (self._wanted is not None and uuid not in self._wanted) or (finding.code and uuid in self._by_nvml):
+            return None
+        now = self._clock()
+        when = now if finding.time_s is None or self._offset_s is None else finding.time_s + self._offset_s
+        device = uuid or f"pci:{finding.pci}"
+        if finding.code is not None:
+            return self._reading(device, finding.code, finding.text, when)
+        return HealthReading(
+            device=device,
+            metric=Metric.PRESENCE,
+            value="lost",
+            reason=f"kernel log: {finding.text}",
+            identity=self._identities.get(device),
+        )
+
+    def _reading(self, device: str, code: int, text: str, when: float) -> HealthReading:
+        self._sequence += 1
+        return HealthReading(
+            device=device,
+            metric=Metric.XID,
+            value=code,
+            reason=text,
+            occurred_s=when,
+            sequence=self._sequence,
+            identity=self._identities.get(device),
+        )

@@ -1,0 +1,100 @@
+"""The adapter for plain PyTorch: replicated training, with or without DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from scout_core.adapter import FrameworkAdapter, Layout, OptimizerSlice, Surfaces
+from scout_core.config import ReplayHarnessConfig
+from scout_core.peers import Coordinates
+from scout_core.pytorch.discovery import ModuleNames, find_surfaces, unwrap
+from scout_core.pytorch.optimizer import SliceableOptimizer
+
+
+class PyTorchAdapter(FrameworkAdapter):
+    """Peers are the ranks of the DDP process group, or of the whole job for a model that is replicated otherwise.
+
+    Boundaries are the optimizer's own step hooks; a step that a gradient scaler skips on every rank alike is none.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: ReplayHarnessConfig) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._config = config
+        self._ddp = _find_ddp(model)
+        plain = unwrap(model)
+        ignored = set(getattr(self._ddp, "parameters_to_ignore", ()) or ())
+        self._parameters = {name: p for name, p in plain.named_parameters() if name not in ignored}
+        self._slices = SliceableOptimizer(optimizer, {id(p): name for name, p in self._parameters.items()})
+        self._steps = 0
+        self._closure = False
+        self._handles: list[RemovableHandle] = []
+
+    def layout(self) -> Layout:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Layout(coordinates=Coordinates(), peers=(0,))
+        group = self._ddp.process_group if self._ddp is not None else dist.group.WORLD
+        peers = tuple(dist.get_process_group_ranks(group))
+        replica = peers.index(dist.get_rank())
+        return Layout(coordinates=Coordinates(dp_replicate=replica), peers=peers, data_group=group)
+
+    def surfaces(self) -> Surfaces:
+        config = self._config
+        names = ModuleNames(
+            embedding=config.embedding_module, hidden=config.hidden_modules, output=config.output_module
+        )
+        return find_surfaces(self._model, names)
+
+    def on_boundary(self, before_update: Callable[[], None], boundary: Callable[[bool], None]) -> None:
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # torch passes the optimizer itself as the first positional argument
+            self._closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+            before_update()
+
+        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._steps += 1
+            boundary(True)
+
+        self._handles += [
+            self._optimizer.register_step_pre_hook(before),
+            self._optimizer.register_step_post_hook(after),
+        ]
+
+    def capture_optimizer_slice(
+        self, cursor: int, budget: int, *, draw_missing_gradients: bool = False
+    ) -> OptimizerSlice | str:
+        if draw_missing_gradients:
+            return self._slices.capture(cursor, budget, step=self._steps, draw_missing=True)
+        if self._closure:
+            return "optimizer.step(closure) computes its gradients inside the step"
+        return self._slices.capture(cursor, budget, step=self._steps + 1)
+
+    def apply_optimizer_slice(self, part: OptimizerSlice) -> list[torch.Tensor]:
+        return self._slices.apply(part)
+
+    def state_tensors(self) -> list[tuple[str, str, torch.Tensor]]:
+        parameters = [("parameter_state", name, p.detach()) for name, p in self._parameters.items()]
+        return [*parameters, *self._slices.state_tensors()]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper, which may stand outside or inside a `torch.compile` wrapper."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model

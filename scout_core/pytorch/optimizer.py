@@ -1,0 +1,131 @@
+"""A bounded slice of a `torch.optim` update: copied before the step, recomputed on the copies."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from scout_core.adapter import OptimizerSlice, SlicePart
+from scout_core.consensus.structure import structure_signature
+
+_ELEMENTWISE = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+"""Optimizers of `torch.optim` that update each element from its own gradient and state alone, so any run of elements
+can be updated by itself. Others are replayed in whole parameters."""
+
+
+class SliceableOptimizer:
+    """Reads slices of one optimizer and replays them. Local to the rank; no collectives."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        kind = type(optimizer)
+        self.elementwise = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """The parameter's name in the model, or `unnamed`."""
+        return self._names.get(id(parameter), "unnamed")
+
+    def capture(self, cursor: int, budget: int, *, step: int, draw_missing: bool = False) -> OptimizerSlice | str:
+        """Copies of up to `budget` elements from flat element `cursor` on, or why there are none."""
+        owned = [(g, p) for g, group in enumerate(self._optimizer.param_groups) for p in group["params"]]
+        with_gradient = [(g, p) for g, p in owned if p.grad is not None or (draw_missing and p.requires_grad)]
+        if not with_gradient:
+            return "no parameter has a gradient"
+        if any(p.grad is not None and p.grad.is_sparse for _, p in with_gradient):
+            return "sparse gradients have no slice that could be replayed"
+        runs = list(self._runs([p.numel() for _, p in with_gradient], cursor, budget))
+        parts = tuple(self._part(*with_gradient[index], start, stop, step) for index, start, stop in runs)
+        hyperparameters = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        identity = structure_signature([(p.name, p.start, p.stop, p.group, sorted(p.state)) for p in parts])
+        return OptimizerSlice(parts=parts, hyperparameters=hyperparameters, identity=identity, step=step)
+
+    def _runs(self, sizes: list[int], cursor: int, budget: int) -> Iterator[tuple[int, int, int]]:
+        """`(parameter, start, stop)` runs that cover `budget` elements cyclically from `cursor`, each element at most once."""
+        total = sum(sizes)
+        position, remaining = cursor % max(total, 1), min(budget, total)
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        index = max((i for i, offset in enumerate(offsets) if offset <= position and sizes[i]), default=0)
+        start = position - offsets[index]
+        visited = 0
+        while remaining > 0 and visited <= len(sizes):
+            if not self.elementwise:
+                if sizes[index]:
+                    yield index, 0, sizes[index]
+                remaining -= sizes[index]
+            elif start < sizes[index]:
+                stop = min(sizes[index], start + remaining)
+                yield index, start, stop
+                remaining -= stop - start
+            index, start, visited = (index + 1) % len(sizes), 0, visited + 1
+
+    def _part(self, group: int, parameter: torch.Tensor, start: int, stop: int, step: int) -> SlicePart:
+        def cut(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return copy.deepcopy(value)
+            if not self.elementwise or value.shape != parameter.shape:
+                return value.detach().clone()
+            return value.detach().reshape(-1)[start:stop].clone()
+
+        gradient = parameter.grad if parameter.grad is not None else _drawn_gradient(parameter, step)
+        state = self._optimizer.state.get(parameter, {})
+        return SlicePart(
+            name=self.name(parameter),
+            start=start,
+            stop=stop,
+            parameter=cut(parameter),
+            gradient=cut(gradient),
+            state={key: cut(value) for key, value in state.items()},
+            group=group,
+        )
+
+    def apply(self, captured: OptimizerSlice) -> list[torch.Tensor]:
+        """Updated parameters, then updated state, of a slice: by the optimizer's own `step`, on further copies.
+
+        Every call starts from the captured values, so calling twice gives the same bits if the kernel repeats itself.
+        """
+        replica = copy.copy(self._optimizer)
+        replica.state = defaultdict(dict)
+        replica._optimizer_step_pre_hooks = OrderedDict()
+        replica._optimizer_step_post_hooks = OrderedDict()
+        replica.param_groups = [{**copy.deepcopy(dict(h)), "params": []} for h in captured.hyperparameters]
+        updated: list[torch.Tensor] = []
+        for part in captured.parts:
+            parameter = torch.nn.Parameter(part.parameter.clone())
+            parameter.grad = part.gradient.clone()
+            replica.param_groups[part.group]["params"].append(parameter)
+            if part.state:
+                replica.state[parameter] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                    for key, value in part.state.items()
+                }
+            updated.append(parameter)
+        type(self._optimizer).step(replica)
+        state = [value for p in updated for value in replica.state[p].values() if isinstance(value, torch.Tensor)]
+        return [*(p.detach() for p in updated), *state]
+
+    def state_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Live optimizer state as `(surface, name, tensor)`, in parameter order. Nothing is copied."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield "optimizer_state", f"{self.name(parameter)}.{key}", value
+
+
+def _drawn_gradient(parameter: torch.Tensor, step: int) -> torch.Tensor:
+    """Noise of a plausible size, equal on every rank that draws it for the same step and parameter size."""
+    generator = torch.Generator(device=parameter.device)
+    generator.manual_seed(structure_signature((step, parameter.numel())) % (1 << 63))
+    noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32)
+    return (noise * 1e-3).to(parameter.dtype)

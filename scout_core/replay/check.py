@@ -1,0 +1,292 @@
+"""One check, from the readiness contract to the result (DESIGN, the way of one check)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from scout_core.adapter import FrameworkAdapter
+from scout_core.config import ReplayHarnessConfig
+from scout_core.consensus.c3 import C3Status
+from scout_core.consensus.readiness import RankContract, Reason, encode, judge_readiness
+from scout_core.consensus.structure import structure_signature
+from scout_core.peers import PeerGroup
+from scout_core.replay.detail import look_closer
+from scout_core.replay.evidence import ROW_WORDS, EvidenceBatch, Observation
+from scout_core.replay.execute import Received
+from scout_core.replay.recorder import Prepared, Recorder
+from scout_core.replay.result import Detail, ReplayResult
+from scout_core.replay.schedule import Plan, Recipe
+from scout_core.replay.transport import Parcel, agree_on_shapes, carry
+from scout_core.replay.verdict import RecipeVerdict, judge_recipe
+from scout_core.replay.workbench import Workbench
+from scout_core.timing.stragglers import StragglerJudge, StragglerThresholds, StragglerVerdict
+
+Executions = dict[str, list[list[Observation]]]
+
+
+@dataclass(kw_only=True)
+class Qualification:
+    """What is known of a recipe from earlier checks; equal on every peer, since it comes from gathered evidence alone."""
+
+    qualified: bool = False
+    nondeterministic: bool = False
+    failures: int = 0
+    offenders: set[int] = field(default_factory=set)
+
+
+_QUALIFICATION_ATTEMPTS = 3
+"""Checks in which a recipe may fail to qualify because one peer once varied, before it is called nondeterministic."""
+
+
+class CheckRunner:
+    """Runs the checks of one rank and its peers and remembers what they taught about each recipe."""
+
+    def __init__(
+        self, adapter: FrameworkAdapter, recorder: Recorder, peers: PeerGroup, config: ReplayHarnessConfig
+    ) -> None:
+        self._adapter = adapter
+        self._recorder = recorder
+        self._peers = peers
+        self._config = config
+        self._known: dict[str, Qualification] = {}
+        self._lenient: set[str] = set()
+        self._judge = StragglerJudge(
+            StragglerThresholds(
+                relative=config.straggler_relative,
+                absolute_ms=config.straggler_absolute_ms,
+                confirmations=config.straggler_confirmations,
+                window=config.straggler_window,
+                persistence=config.straggler_persistence,
+            )
+        )
+
+    def source(self, plan: Plan) -> int:
+        """Position of the peer whose invocation is replayed; moves on with every check, and past any common period."""
+        return (plan.ordinal + plan.ordinal // self._peers.size) % self._peers.size
+
+    def is_source(self, plan: Plan) -> bool:
+        """Whether this rank's invocation is the one to replay."""
+        return self.source(plan) == self._peers.position
+
+    def run(self, plan: Plan) -> ReplayResult:
+        """Run one check. Every peer calls at the same boundary.
+
+        Collectives, all on the peer group: one all-gather of readiness, at most one broadcast per device kind, one
+        all-gather of evidence; more only when peers' sizes differ, evidence is disputed, or a rank looks slow.
+        """
+        started = time.perf_counter()
+        prepared = self._recorder.prepare(plan, keep=self.is_source(plan))
+        contract = RankContract(
+            step=plan.step,
+            check_index=plan.ordinal,
+            seed=structure_signature((plan.step, plan.ordinal, self._peers.ranks)),
+            recipes=prepared.contracts,
+        )
+        rows = self._peers.gather(torch.tensor(encode(contract), dtype=torch.int64)).tolist()
+        readiness = judge_readiness(rows, self._peers.ranks)
+        reasons = list(readiness.reasons)
+        recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in readiness.runnable]
+        if not recipes:
+            return self._result(plan, started, recipes, {}, {}, {}, {}, reasons)
+        resize = any(reason.field == "shape" and reason.recipe in readiness.runnable for reason in reasons)
+        bench = self._workbench(plan, prepared, recipes, readiness.seeds[self.source(plan)], resize)
+        executions, verdicts, stragglers = self._rounds(bench, recipes)
+        details = self._details(bench, recipes, verdicts)
+        return self._result(plan, started, recipes, executions, verdicts, stragglers, details, reasons)
+
+    def _workbench(
+        self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], seed: int, resize: bool
+    ) -> Workbench:
+        """Carry the source's invocations over and set up the executions."""
+        modules: dict[str, tuple[str, nn.Module]] = {
+            recipe.recipe_id: self._recorder.module(recipe)
+            for recipe in recipes
+            if recipe.recipe_id in prepared.invocations
+        }
+        parcels = [
+            Parcel(recipe_id=key, module=module, invocation=prepared.invocations[key])
+            for key, (_, module) in modules.items()
+        ]
+        received: dict[str, Received] = {}
+        if parcels:
+            if resize:
+                agree_on_shapes(parcels, self._peers, self.source(plan))
+            received = carry(parcels, self._peers, self.source(plan))
+        return Workbench(
+            self._adapter,
+            prepared,
+            received,
+            modules,
+            seed=seed,
+            deterministic=self._config.deterministic,
+            lenient=self._lenient,
+        )
+
+    def _rounds(
+        self, bench: Workbench, recipes: Sequence[Recipe]
+    ) -> tuple[Executions, dict[str, RecipeVerdict], dict[str, StragglerVerdict]]:
+        """Execute and gather until every recipe has its verdict; one round unless something is new, disputed or slow."""
+        executions: Executions = {recipe.recipe_id: [] for recipe in recipes}
+        todo = {
+            recipe: 2 if recipe.recipe_class != "state" and not self._settled(recipe) else 1 for recipe in recipes
+        }
+        while todo:
+            self._gather_round(bench, todo, executions)
+            verdicts = {recipe.recipe_id: self._judge_one(recipe, executions[recipe.recipe_id]) for recipe in recipes}
+            todo = {
+                recipe: max(verdicts[recipe.recipe_id].more, self._more_times(recipe, executions[recipe.recipe_id]))
+                for recipe in recipes
+            }
+            todo = {recipe: count for recipe, count in todo.items() if count}
+        for recipe in recipes:
+            self._learn(recipe, verdicts[recipe.recipe_id])
+        return executions, verdicts, self._judge_times(recipes, executions)
+
+    def _judge_times(self, recipes: Sequence[Recipe], executions: Executions) -> dict[str, StragglerVerdict]:
+        """Who is slow, per recipe, and over the layers taken together when they are checked in turn.
+
+        A slow device is slow in every layer and shows in few checks; one slow layer shows each time its turn comes.
+        """
+        verdicts: dict[str, StragglerVerdict] = {}
+        timed = [recipe for recipe in recipes if recipe.recipe_class in ("embedding", "hidden", "output")]
+        timed = [recipe for recipe in timed if not self._known[recipe.recipe_id].nondeterministic]
+        single = sum(recipe.recipe_class == "hidden" for recipe in timed) == 1
+        for recipe in timed:
+            rounds = _rounds_ms(executions[recipe.recipe_id])
+            verdicts[recipe.recipe_id] = self._judge.judge(recipe.recipe_id, rounds)
+            if recipe.recipe_class == "hidden" and single:
+                verdicts["hidden"] = self._judge.judge("hidden", rounds)
+        return verdicts
+
+    def _gather_round(self, bench: Workbench, todo: dict[Recipe, int], executions: Executions) -> None:
+        """Run the executions in `todo` and share their evidence: one all-gather."""
+        batch = EvidenceBatch()
+        order = [recipe for recipe, count in todo.items() for _ in range(count)]
+        for recipe in order:
+            known = self._known.get(recipe.recipe_id)
+            bench.observe(batch, recipe, compute=known is None or not known.nondeterministic)
+        own = [word for observation in batch.resolve() for word in observation.encode()]
+        rows = self._peers.gather(torch.tensor(own, dtype=torch.int64)).tolist()
+        for index, recipe in enumerate(order):
+            cells = [row[index * ROW_WORDS : (index + 1) * ROW_WORDS] for row in rows]
+            executions[recipe.recipe_id].append([Observation.decode(cell, recipe.recipe_class) for cell in cells])
+
+    def _judge_one(self, recipe: Recipe, seen: list[list[Observation]]) -> RecipeVerdict:
+        known = self._known.setdefault(recipe.recipe_id, Qualification())
+        return judge_recipe(
+            recipe.recipe_id,
+            recipe.recipe_class,
+            seen,
+            qualified=self._settled(recipe),
+            earlier_offenders=frozenset(known.offenders),
+        )
+
+    def _settled(self, recipe: Recipe) -> bool:
+        """Whether the recipe needs no qualifying: it repeated itself before, is known not to, or only reads."""
+        known = self._known.get(recipe.recipe_id, Qualification())
+        return known.qualified or known.nondeterministic or recipe.recipe_class == "state"
+
+    def _learn(self, recipe: Recipe, verdict: RecipeVerdict) -> None:
+        known = self._known[recipe.recipe_id]
+        if verdict.nondeterministic:
+            known.nondeterministic, known.qualified = True, False
+        elif verdict.basis == "self":
+            known.offenders |= {p for p, bad in enumerate(verdict.bitmap) if bad}
+        elif not known.nondeterministic:
+            known.qualified = known.qualified or verdict.qualified
+            if not known.qualified and self._peers.size > 1:
+                known.failures += 1
+                known.nondeterministic = known.failures >= _QUALIFICATION_ATTEMPTS
+
+    def _more_times(self, recipe: Recipe, seen: list[list[Observation]]) -> int:
+        """Executions still needed to confirm that somebody is slow; 0 when nobody was in the first."""
+        rounds = _rounds_ms(seen)
+        if recipe.recipe_class in ("state", "optimizer"):
+            return 0
+        if not any(self._judge.candidates(recipe.recipe_id, rounds[0])):
+            return 0
+        return max(1 + self._config.straggler_confirmations - len(rounds), 0)
+
+    def _details(
+        self, bench: Workbench, recipes: Sequence[Recipe], verdicts: dict[str, RecipeVerdict]
+    ) -> dict[str, Detail]:
+        """A closer look at each disputed recipe; costs nothing when all agree."""
+        details: dict[str, Detail] = {}
+        for recipe in recipes:
+            verdict = verdicts[recipe.recipe_id]
+            surface = verdict.first_surface
+            if surface is None or verdict.nondeterministic:
+                continue
+            batch = EvidenceBatch()
+            material = bench.observe(batch, recipe, compute=not self._known[recipe.recipe_id].nondeterministic)
+            batch.resolve()
+            found = look_closer(self._peers, batch, material, surface, verdict.bitmap)
+            if found is not None:
+                details[recipe.recipe_id] = found
+        return details
+
+    def _result(
+        self,
+        plan: Plan,
+        started: float,
+        recipes: Sequence[Recipe],
+        executions: Executions,
+        verdicts: dict[str, RecipeVerdict],
+        stragglers: dict[str, StragglerVerdict],
+        details: dict[str, Detail],
+        reasons: list[Reason],
+    ) -> ReplayResult:
+        ranks = self._peers.ranks
+        for key, verdict in verdicts.items():
+            if verdict.reason is not None:
+                reasons.append(Reason(recipe=key, field="evidence", ranks=(), message=verdict.reason))
+        for recipe in recipes:
+            if self._known[recipe.recipe_id].nondeterministic and verdicts[recipe.recipe_id].reason is None:
+                text = f"{recipe.recipe_id}: known not to repeat itself; only what it reads was compared"
+                reasons.append(Reason(recipe=recipe.recipe_id, field="nondeterministic", ranks=(), message=text))
+        seen = [peer for runs in executions.values() for run in runs for peer in run]
+        local = {p for runs in executions.values() for run in runs for p, o in enumerate(run) if o.flags.local_nonfinite}
+        statuses = {verdict.status for verdict in verdicts.values()}
+        attributed = C3Status.ATTRIBUTED in statuses
+        incomplete = bool(reasons) or C3Status.INCONCLUSIVE in statuses
+        exact = {f"{key}/{name}": r for key, v in verdicts.items() for name, r in v.surfaces.items()}
+        return ReplayResult(
+            step=plan.step,
+            peer_ranks=ranks,
+            status=C3Status.ATTRIBUTED if attributed else C3Status.INCONCLUSIVE if incomplete else C3Status.AGREE,
+            complete=not incomplete,
+            sdc_bitmap=_union([v.bitmap for v in verdicts.values() if v.bitmap], len(ranks)),
+            straggler_bitmap=_union([v.bitmap for v in stragglers.values()], len(ranks)),
+            sdc_sources=tuple(
+                key for key, r in exact.items()
+                if r.status is not C3Status.AGREE and not verdicts[key.rpartition("/")[0]].nondeterministic
+                and len(ranks) > 1
+            ),
+            c3_results=exact,
+            checked_recipe_ids=tuple(r.recipe_id for r in recipes if r.recipe_class != "state"),
+            inconclusive_reasons=tuple(reasons),
+            verdicts=verdicts,
+            details=details,
+            times_ms={key: tuple(o.elapsed.busy_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
+            waits_ms={key: tuple(o.elapsed.wait_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
+            straggler_recipes={key: v.bitmap for key, v in stragglers.items() if any(v.bitmap)},
+            nonfinite=any(o.flags.local_nonfinite or o.flags.replay_nonfinite or o.flags.state_nonfinite for o in seen),
+            nonfinite_ranks=tuple(ranks[p] for p in sorted(local)),
+            source_rank=ranks[self.source(plan)],
+            manual=plan.manual,
+            elapsed_ms=(time.perf_counter() - started) * 1e3,
+        )
+
+
+def _rounds_ms(seen: list[list[Observation]]) -> list[list[float | None]]:
+    """Times of all executions, waiting for a core left out; None where a peer's execution raised."""
+    return [[None if o.flags.failed else o.elapsed.busy_us / 1e3 for o in run] for run in seen]
+
+
+def _union(bitmaps: Sequence[tuple[bool, ...]], size: int) -> tuple[bool, ...]:
+    return tuple(any(bitmap[p] for bitmap in bitmaps) for p in range(size))

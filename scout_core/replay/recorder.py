@@ -1,0 +1,194 @@
+"""What this rank has in hand for a check, and what it states about it in the readiness contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from scout_core.adapter import FrameworkAdapter, OptimizerSlice, Surfaces
+from scout_core.config import ReplayHarnessConfig
+from scout_core.consensus.readiness import Readiness, RecipeContract
+from scout_core.consensus.structure import structure_signature
+from scout_core.replay.capture import Invocation, ModuleCapture, RootInput, recompute
+from scout_core.replay.guard import attempt, logger
+from scout_core.replay.isolation import preserved_state
+from scout_core.replay.schedule import Piece, Plan, Recipe, window
+
+_MIB = 1 << 20
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """Material of one check. Recipe classes without a ready contract are not executed."""
+
+    contracts: dict[str, RecipeContract] = field(default_factory=dict)
+    invocations: dict[str, Invocation] = field(default_factory=dict)
+    slice: OptimizerSlice | None = None
+    state: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+
+
+class Recorder:
+    """Arms the due modules for one step and hands over what was recorded. Local to the rank.
+
+    Nothing stands on the model outside an armed step but one pre-hook on its root, which keeps a reference to the last
+    input for checks off schedule.
+    """
+
+    def __init__(self, adapter: FrameworkAdapter, surfaces: Surfaces, config: ReplayHarnessConfig) -> None:
+        self._adapter = adapter
+        self._surfaces = surfaces
+        self._config = config
+        self._root = RootInput(surfaces.root)
+        self._captures: dict[str, ModuleCapture] = {}
+        self._slice: OptimizerSlice | str | None = None
+        self._slice_failed = False
+
+    def module(self, recipe: Recipe) -> tuple[str, nn.Module]:
+        """Dotted name and module a recipe replays."""
+        found = (
+            self._surfaces.hidden.get(recipe.layer)
+            if recipe.layer is not None
+            else getattr(self._surfaces, recipe.recipe_class)
+        )
+        if found is None:
+            raise KeyError(f"this model has no module for {recipe.recipe_id}")
+        name, module = found
+        return str(name), module
+
+    def arm(self, plan: Plan, *, keep: bool) -> None:
+        """Put hooks on the modules due after the coming step. Compiled models get none: a hook would change their code."""
+        self.disarm()
+        if self._surfaces.compiled:
+            return
+        for recipe in plan.recipes:
+            if recipe.recipe_class in ("embedding", "hidden", "output"):
+                module = self.module(recipe)[1]
+                self._captures[recipe.recipe_id] = ModuleCapture(module, step=plan.step, keep=keep)
+
+    def disarm(self) -> None:
+        """Take all hooks of `arm` off; what they recorded is dropped."""
+        for capture in self._captures.values():
+            capture.remove()
+        self._captures = {}
+        self._slice = None
+        self._slice_failed = False
+
+    def capture_slice(self, plan: Plan) -> None:
+        """Copy the optimizer slice: while gradients are final and nothing is updated yet, or as it stands for a manual
+        check, with drawn gradients where training has already dropped them."""
+        budget = self._config.optimizer_slice_elements
+        outcome = attempt(
+            "capturing the optimizer slice",
+            lambda: self._adapter.capture_optimizer_slice(
+                plan.ordinal * budget, budget, draw_missing_gradients=plan.manual
+            ),
+        )
+        self._slice, self._slice_failed = outcome.value, outcome.failure is not None
+
+    def prepare(self, plan: Plan, *, keep: bool) -> Prepared:
+        """Everything this rank has for `plan`. Never raises: a failure becomes part of the contract.
+
+        A manual plan, and any plan of a compiled model, recomputes its invocations with one forward pass.
+        """
+        prepared = Prepared()
+        if plan.manual or self._surfaces.compiled:
+            outcome = attempt("recomputing the last forward pass", lambda: self._recompute(plan, keep))
+            recorded, failed = outcome.value or {}, outcome.failure is not None
+        else:
+            recorded = {key: capture.invocation for key, capture in self._captures.items()}
+            failed = False
+        for name in plan.classes:
+            recipes = [recipe for recipe in plan.recipes if recipe.recipe_class == name]
+            if name == "optimizer":
+                if plan.manual:
+                    self.capture_slice(plan)
+                prepared.contracts[name] = self._slice_contract(prepared)
+            elif name == "state":
+                prepared.contracts[name] = self._state_contract(plan, prepared)
+            elif failed:
+                prepared.contracts[name] = RecipeContract(readiness=Readiness.FAILED)
+            else:
+                invocations = {recipe.recipe_id: recorded.get(recipe.recipe_id) for recipe in recipes}
+                contract = attempt(f"describing the {name} invocation", lambda i=invocations: self._module_contract(i))
+                prepared.contracts[name] = contract.value or RecipeContract(readiness=Readiness.FAILED)
+                prepared.invocations |= {key: value for key, value in invocations.items() if value is not None}
+        return prepared
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self.disarm()
+        self._root.remove()
+
+    def _recompute(self, plan: Plan, keep: bool) -> dict[str, Invocation | None]:
+        recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in ("embedding", "hidden", "output")]
+        modules = [self.module(recipe)[1] for recipe in recipes]
+        with preserved_state():
+            found = recompute(self._surfaces.plain_root, self._root, modules, step=plan.step, keep=keep)
+        return {recipe.recipe_id: invocation for recipe, invocation in zip(recipes, found, strict=True)}
+
+    def _module_contract(self, invocations: dict[str, Invocation | None]) -> RecipeContract:
+        present = [invocation for invocation in invocations.values() if invocation is not None]
+        problems = [invocation.problem for invocation in present if invocation.problem is not None]
+        if problems:
+            logger.warning("SCOUT cannot replay %s: %s", ", ".join(invocations), problems[0])
+            return RecipeContract(readiness=Readiness.UNAVAILABLE)
+        if len(present) < len(invocations) or not all(i.recomputed or i.gradient_metas for i in present):
+            return RecipeContract(readiness=Readiness.NO_CAPTURE)
+        return RecipeContract(
+            readiness=Readiness.READY,
+            identity=structure_signature(sorted(invocations)),
+            capture_step=present[0].step,
+            structure=structure_signature([invocation.structure() for invocation in present]),
+            shape=structure_signature([invocation.shape() for invocation in present]),
+        )
+
+    def _slice_contract(self, prepared: Prepared) -> RecipeContract:
+        if self._slice_failed:
+            return RecipeContract(readiness=Readiness.FAILED)
+        if isinstance(self._slice, str):
+            logger.warning("SCOUT cannot replay the optimizer update: %s", self._slice)
+            return RecipeContract(readiness=Readiness.UNAVAILABLE)
+        if self._slice is None:
+            return RecipeContract(readiness=Readiness.NO_CAPTURE)
+        prepared.slice = self._slice
+        sizes = [tuple(part.parameter.shape) for part in self._slice.parts]
+        return RecipeContract(
+            readiness=Readiness.READY,
+            identity=self._slice.identity,
+            capture_step=self._slice.step,
+            structure=structure_signature([str(part.parameter.dtype) for part in self._slice.parts]),
+            shape=structure_signature(sizes),
+        )
+
+    def _state_contract(self, plan: Plan, prepared: Prepared) -> RecipeContract:
+        outcome = attempt("listing the live state", self._adapter.state_tensors)
+        if outcome.value is None:
+            return RecipeContract(readiness=Readiness.FAILED)
+        tensors = outcome.value
+        budget = _MIB * (self._config.state_budget_mib or default_state_budget_mib(tensors))
+        pieces = window([(t.numel(), t.element_size()) for _, _, t in tensors], plan.ordinal, budget)
+        prepared.state = [_cut(tensors, piece) for piece in pieces]
+        return RecipeContract(
+            readiness=Readiness.READY,
+            identity=structure_signature([(surface, name, tuple(t.shape)) for surface, name, t in tensors]),
+            capture_step=plan.step,
+            structure=structure_signature([str(t.dtype) for _, _, t in tensors]),
+            shape=structure_signature([(piece.index, piece.start, piece.stop) for piece in pieces]),
+        )
+
+
+def default_state_budget_mib(tensors: Sequence[tuple[str, str, torch.Tensor]]) -> int:
+    """Live state compared per check by default: 256 MiB on a GPU, 16 MiB on the CPU.
+
+    Each is read in a few milliseconds at most: at 4 TB/s of an H200, and at 10 GB/s of one CPU core.
+    """
+    return 256 if any(t.is_cuda for _, _, t in tensors) else 16
+
+
+def _cut(tensors: Sequence[tuple[str, str, torch.Tensor]], piece: Piece) -> tuple[str, str, torch.Tensor]:
+    surface, name, tensor = tensors[piece.index]
+    whole = piece.start == 0 and piece.stop == tensor.numel()
+    return surface, name, tensor if whole else tensor.detach().reshape(-1)[piece.start : piece.stop]

@@ -1,0 +1,111 @@
+"""Which recipes are due at which optimizer step. Pure functions of the step, so that every rank and every restart agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scout_core.config import ReplayHarnessConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One replay to run: its id (`embedding`, `hidden:3`, `output`, `optimizer`) and its class."""
+
+    recipe_id: str
+    recipe_class: str
+    layer: int | None = None
+
+
+EMBEDDING = Recipe(recipe_id="embedding", recipe_class="embedding")
+OUTPUT = Recipe(recipe_id="output", recipe_class="output")
+OPTIMIZER = Recipe(recipe_id="optimizer", recipe_class="optimizer")
+STATE = Recipe(recipe_id="state", recipe_class="state")
+
+
+def hidden(layer: int) -> Recipe:
+    """The recipe of the layer with this global id."""
+    return Recipe(recipe_id=f"hidden:{layer}", recipe_class="hidden", layer=layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one boundary checks. `ordinal` counts checks and rotates sources, layers and windows.
+
+    `manual` checks recompute their invocations, since nothing was recorded in the step before.
+    """
+
+    step: int
+    ordinal: int
+    recipes: tuple[Recipe, ...]
+    manual: bool = False
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Recipe classes of the plan, in their order, each once."""
+        return tuple(dict.fromkeys(recipe.recipe_class for recipe in self.recipes))
+
+
+def plan_step(step: int, config: ReplayHarnessConfig, layers: Sequence[int], available: Sequence[str]) -> Plan | None:
+    """What the boundary after optimizer step `step` (counted from 1) checks, or None.
+
+    `available` names the recipe classes this model has. Hidden layers take turns, one a check.
+    """
+    due: list[Recipe] = []
+    fixed = {"embedding": EMBEDDING, "output": OUTPUT, "optimizer": OPTIMIZER}
+    for name in ("embedding", "hidden", "output", "optimizer"):
+        interval = config.interval(name)
+        if interval == 0 or step % interval or name not in available:
+            continue
+        due.append(hidden(layers[(step // interval - 1) % len(layers)]) if name == "hidden" else fixed[name])
+    if not due:
+        return None
+    if config.compare_parameters:
+        due.append(STATE)
+    intervals = [config.interval(recipe.recipe_class) for recipe in due if recipe.recipe_class != "state"]
+    return Plan(step=step, ordinal=step // min(intervals), recipes=tuple(due))
+
+
+def plan_all(
+    step: int, ordinal: int, config: ReplayHarnessConfig, layers: Sequence[int], available: Sequence[str]
+) -> Plan:
+    """The whole catalog at one boundary: every layer, and every class that is not switched off by its own interval."""
+    off = {name for name in ("embedding", "hidden", "output", "optimizer") if getattr(config, f"{name}_interval") == 0}
+    recipes = [EMBEDDING] if "embedding" in available else []
+    recipes += [hidden(layer) for layer in layers]
+    recipes += [OUTPUT] if "output" in available else []
+    recipes += [OPTIMIZER] if "optimizer" in available else []
+    recipes += [STATE] if config.compare_parameters else []
+    chosen = tuple(recipe for recipe in recipes if recipe.recipe_class not in off)
+    return Plan(step=step, ordinal=ordinal, recipes=chosen, manual=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements `start:stop` of the flattened tensor at `index` of a list."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def window(sizes: Sequence[tuple[int, int]], ordinal: int, budget_bytes: int) -> list[Piece]:
+    """The `ordinal`-th window over tensors of `(elements, bytes per element)`, wrapping around; each element at most once.
+
+    Consecutive windows cover everything before anything is covered twice.
+    """
+    total = sum(count * width for count, width in sizes)
+    if total <= budget_bytes:
+        return [Piece(index=i, start=0, stop=count) for i, (count, _) in enumerate(sizes) if count]
+    begin = ordinal * budget_bytes % total
+    spans = [(begin, min(begin + budget_bytes, total)), (0, max(begin + budget_bytes - total, 0))]
+    pieces: list[Piece] = []
+    for low, high in spans:
+        offset = 0
+        for index, (count, width) in enumerate(sizes):
+            start = max(low - offset, 0) // width
+            stop = min(-(-max(high - offset, 0) // width), count)
+            if start < stop:
+                pieces.append(Piece(index=index, start=start, stop=stop))
+            offset += count * width
+    return pieces

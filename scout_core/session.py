@@ -1,0 +1,219 @@
+"""`attach()`: the one line in a training script, and the handle it returns."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from scout_core.adapter import FrameworkAdapter
+from scout_core.config import ScoutConfig
+from scout_core.manager_api import OrchestrationHooks
+from scout_core.peers import PeerGroup, build_peer_group
+from scout_core.pytorch import PyTorchAdapter
+from scout_core.replay.check import CheckRunner
+from scout_core.replay.guard import attempt, logger
+from scout_core.replay.recorder import Recorder
+from scout_core.replay.result import ReplayResult
+from scout_core.replay.schedule import Plan, plan_all, plan_step
+from scout_core.report.check_reports import reports_of
+from scout_core.report.event_log import EventLog
+from scout_core.report.fault_report import SCOUTFaultReport
+from scout_core.report.incidents import IncidentBook
+from scout_core.report.unmonitored import absent_ranks, unmonitored_report
+
+_KEPT_REPORTS = 1024
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: ScoutConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    adapter: FrameworkAdapter | None = None,
+    hooks: OrchestrationHooks | None = None,
+    **overrides: Any,
+) -> Scout:
+    """Watch a training job.
+
+    Every rank calls it once, after the model is wrapped (DDP) and the optimizer exists. Collectives: creates one Gloo
+    group over this rank's peers and gathers their host names on it. `overrides` are fields of `ScoutConfig` or
+    `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter` is for framework plugins.
+
+    Raises `ConfigError` for a configuration that cannot be used, before training starts. Nothing that happens later is
+    raised into training.
+    """
+    settings = ScoutConfig.build(config, **overrides)
+    if adapter is None:
+        adapter = PyTorchAdapter(model, optimizer, settings.replay)
+    return Scout(adapter, settings, hooks or OrchestrationHooks())
+
+
+class Scout:
+    """The handle of one attached job. A context manager; `close()` takes everything off again.
+
+    `last_result` is the newest `ReplayResult` on this rank, `reports` the newest fault reports of this rank's peers,
+    `step_count` the optimizer steps seen since attaching, `active` whether checks still run.
+    """
+
+    def __init__(self, adapter: FrameworkAdapter, config: ScoutConfig, hooks: OrchestrationHooks) -> None:
+        self.config = config
+        self.last_result: ReplayResult | None = None
+        self.reports: deque[SCOUTFaultReport] = deque(maxlen=_KEPT_REPORTS)
+        self.step_count = 0
+        self.active = True
+        self._adapter = adapter
+        self._hooks = hooks
+        self._incidents = IncidentBook()
+        self._manual_checks = 0
+        self._plan: Plan | None = None
+        surfaces = adapter.surfaces()
+        layout = adapter.layout()
+        self._peers = build_peer_group(layout.peers, layout.data_group, config.replay.readiness_timeout_s)
+        self._places = _places(self._peers)
+        self._layers = tuple(sorted(surfaces.hidden))
+        self._available = _available(surfaces)
+        self._recorder = Recorder(adapter, surfaces, config.replay)
+        self._runner = CheckRunner(adapter, self._recorder, self._peers, config.replay)
+        writes = config.run_dir is not None and self._peers.position == 0
+        self._log = EventLog(config.run_dir) if writes and config.run_dir is not None else None
+        if self._peers.position == 0:
+            _announce(surfaces.notes, surfaces.compiled, self._peers)
+        adapter.on_boundary(self._before_update, self._boundary)
+        self._arm_next()
+
+    def check_now(self) -> ReplayResult:
+        """Run the whole catalog at this boundary: embedding, every layer, output head, optimizer slice, live state.
+
+        Every rank calls, after an optimizer step and before the next forward. Invocations are recomputed by one
+        isolated forward pass from the model's last training input, output gradients are drawn from a shared seed.
+        Collectives as in a scheduled check. Raises `RuntimeError` when checks have stopped on this rank or the check
+        itself failed; the job can go on training.
+        """
+        if not self.active:
+            raise RuntimeError("SCOUT is closed or its checks have stopped on this rank; see the log for the reason")
+        self._manual_checks += 1
+        plan = plan_all(self.step_count, self._manual_checks, self.config.replay, self._layers, self._available)
+        result = self._check(plan)
+        if result is None:
+            raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
+        return result
+
+    def close(self) -> None:
+        """Remove every hook and close the log. Local; no collectives; a second call does nothing."""
+        self.active = False
+        attempt("removing its hooks", self._recorder.close)
+        attempt("detaching from the optimizer", self._adapter.close)
+        if self._log is not None:
+            self._log.close()
+
+    def __enter__(self) -> Scout:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _before_update(self) -> None:
+        if self.active and self._plan is not None and "optimizer" in self._plan.classes:
+            self._recorder.capture_slice(self._plan)
+
+    def _boundary(self, applied: bool) -> None:
+        """After each optimizer step: run the check that is due, then arm the modules due after the next step."""
+        if not self.active:
+            return
+        self.step_count += 1
+        if self._plan is not None:
+            self._check(self._plan)
+        self._arm_next()
+
+    def _arm_next(self) -> None:
+        if not self.active or self._peers.size < 2:
+            return
+        step = self.step_count + 1
+        self._plan = plan_step(step, self.config.replay, self._layers, self._available)
+        if self._plan is not None:
+            plan = self._plan
+            attempt("arming the next step", lambda: self._recorder.arm(plan, keep=self._runner.is_source(plan)))
+
+    def _check(self, plan: Plan) -> ReplayResult | None:
+        outcome = attempt("checking", lambda: self._runner.run(plan))
+        self._recorder.disarm()
+        if outcome.value is None:
+            self._stop(plan, outcome.failure.error if outcome.failure is not None else "")
+            return None
+        self.last_result = outcome.value
+        attempt("reporting", lambda: self._publish(self.last_result))
+        return outcome.value
+
+    def _publish(self, result: ReplayResult | None) -> None:
+        assert result is not None
+        hosts, devices = self._places
+        reports = self._incidents.assign(reports_of(result, hosts=hosts, devices=devices), result)
+        self.reports.extend(reports)
+        if self._log is not None:
+            self._log.append(result.to_json())
+        for report in reports:
+            self._deliver(report)
+
+    def _deliver(self, report: SCOUTFaultReport) -> None:
+        """Log a report and hand it to the manager: on the first peer only, so that one fault is told once."""
+        if self._peers.position != 0:
+            return
+        level = {"info": logger.info, "warning": logger.warning, "fatal": logger.error}[report.severity]
+        level("SCOUT %s at step %s: %s", report.kind.value, report.step, report.message)
+        if self._log is not None:
+            self._log.append(report.model_dump(mode="json"))
+        callback = self._hooks.report_fault
+        if callback is not None:
+            attempt("calling the manager's report_fault", lambda: callback(report))
+
+    def _stop(self, plan: Plan, error: str) -> None:
+        """A check broke off on this rank: its peers may be anywhere in it, so no further collective is safe."""
+        missing = absent_ranks(self._peers, plan)
+        report = unmonitored_report(plan, self._peers, missing, error)
+        self.reports.append(report)
+        logger.error("SCOUT checks stop on rank %d: %s", self._peers.rank, report.message)
+        if self._log is not None:
+            attempt("writing the event log", lambda: self._log.append(report.model_dump(mode="json")))  # type: ignore[union-attr]
+        self.close()
+
+
+def _available(surfaces: Any) -> tuple[str, ...]:
+    present = {"embedding": surfaces.embedding, "hidden": surfaces.hidden, "output": surfaces.output, "optimizer": True}
+    return tuple(name for name, found in present.items() if found)
+
+
+def _places(peers: PeerGroup) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Host name and device of every peer, by position. Every peer calls; one object gather, at attach only."""
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    own = (socket.gethostname(), device)
+    if peers.control is None:
+        return (own[0],), (own[1],)
+    gathered: list[Any] = [None] * peers.size
+    dist.all_gather_object(gathered, own, group=peers.control)
+    return tuple(host for host, _ in gathered), tuple(device for _, device in gathered)
+
+
+def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:
+    """Say once, at the start, what cannot be seen and what to do about it."""
+    for note in notes:
+        logger.warning("SCOUT: %s", note)
+    if compiled:
+        logger.warning(
+            "SCOUT: the model is compiled; checks recompute their invocations and replay eagerly, so kernels that the "
+            "compiler made are not exercised"
+        )
+    if peers.size == 1:
+        logger.warning("SCOUT: one rank has no peer to be compared with, so nothing is checked; train on 3 or more replicas")
+    elif peers.size == 2:
+        logger.warning("SCOUT: two peers show that they differ but not who is wrong; 3 or more replicas name the rank")

@@ -36,21 +36,33 @@ class ReplayHarnessConfig(_Strict):
     hidden_interval: int | None = Field(default=None, ge=0, description="own interval of the hidden-layer recipe")
     output_interval: int | None = Field(default=None, ge=0, description="own interval of the output-head recipe")
     optimizer_interval: int | None = Field(default=None, ge=0, description="own interval of the optimizer recipe")
-    embedding_module: str | None = Field(default=None, description="dotted name of the embedding; None: found by structure")
+    embedding_module: str | None = Field(
+        default=None, description="dotted name of the embedding; None: found by structure"
+    )
     hidden_modules: str | None = Field(
         default=None, description="dotted name of the container of repeated layers; None: the longest one"
     )
-    output_module: str | None = Field(default=None, description="dotted name of the output head; None: found by structure")
+    output_module: str | None = Field(
+        default=None, description="dotted name of the output head; None: found by structure"
+    )
     deterministic: bool = Field(default=True, description="deterministic kernels during the replay only")
-    compare_parameters: bool = Field(default=True, description="compare live parameters and optimizer state at every check")
+    compare_parameters: bool = Field(
+        default=True, description="compare live parameters and optimizer state at every check"
+    )
     state_budget_mib: int | None = Field(
-        default=None, ge=1, description="live state compared per check, rotating, MiB; None: 256 on a GPU, 16 on the CPU"
+        default=None,
+        ge=1,
+        description="live state compared per check, rotating, MiB; None: 256 on a GPU, 16 on the CPU",
     )
     optimizer_slice_elements: int = Field(
         default=1 << 20, ge=1, description="elements whose optimizer update is recomputed per check"
     )
-    readiness_timeout_s: float = Field(default=120.0, gt=0, description="how long one rank waits for its peers at a check")
-    straggler_relative: float = Field(default=1.3, gt=1.0, description="slow means above this multiple of the peers' median")
+    readiness_timeout_s: float = Field(
+        default=120.0, gt=0, description="how long one rank waits for its peers at a check"
+    )
+    straggler_relative: float = Field(
+        default=1.3, gt=1.0, description="slow means above this multiple of the peers' median"
+    )
     straggler_absolute_ms: float = Field(default=2.0, ge=0, description="and above the peers' median by this, ms")
     straggler_confirmations: int = Field(default=2, ge=0, description="further replays in which it must be slow again")
     straggler_window: int = Field(default=32, ge=2, description="checks a rank's own history and persistence look back")
@@ -61,7 +73,9 @@ class ReplayHarnessConfig(_Strict):
     def _fits_window(cls, value: int, info: Any) -> int:
         window = info.data.get("straggler_window")
         if window is not None and value > window:
-            raise ValueError(f"straggler_persistence={value} can never be met within straggler_window={window}; lower it")
+            raise ValueError(
+                f"straggler_persistence={value} can never be met within straggler_window={window}; lower it"
+            )
         return value
 
     def interval(self, recipe_class: str) -> int:
@@ -73,7 +87,9 @@ class ReplayHarnessConfig(_Strict):
 class ScoutConfig(_Strict):
     """Everything `attach()` takes. Fields of `replay` may also be given directly as keywords to `attach()`."""
 
-    run_dir: Path | None = Field(default=None, description="folder for events.jsonl and all else a run leaves; None: nothing")
+    run_dir: Path | None = Field(
+        default=None, description="folder for events.jsonl and all else a run leaves; None: nothing"
+    )
     replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
 
     @classmethod
@@ -112,7 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one `--scout-...` flag per configuration field, all optional, in a group of their own."""
     group = parser.add_argument_group("SCOUT")
     group.add_argument("--scout-config", default=None, metavar="FILE", help="a .json or .toml file; flags override it")
-    group.add_argument("--scout-run-dir", default=None, metavar="DIR", help=ScoutConfig.model_fields["run_dir"].description)
+    group.add_argument(
+        "--scout-run-dir", default=None, metavar="DIR", help=ScoutConfig.model_fields["run_dir"].description
+    )
     for name, field in ReplayHarnessConfig.model_fields.items():
         group.add_argument(f"--scout-{name.replace('_', '-')}", default=None, metavar="V", help=field.description)
 
@@ -131,10 +149,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     try:
-        if path.suffix == ".toml":
-            values = _parse_toml(text)
-        else:
-            values = json.loads(text)
+        values = _parse_toml(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {path.suffix or 'JSON'}: {error}") from None
     if not isinstance(values, dict):

@@ -214,6 +214,8 @@ def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:
             "compiler made are not exercised"
         )
     if peers.size == 1:
-        logger.warning("SCOUT: one rank has no peer to be compared with, so nothing is checked; train on 3 or more replicas")
+        logger.warning(
+            "SCOUT: one rank has no peer to be compared with, so nothing is checked; train on 3 or more replicas"
+        )
     elif peers.size == 2:
         logger.warning("SCOUT: two peers show that they differ but not who is wrong; 3 or more replicas name the rank")

@@ -73,7 +73,9 @@ def _named(root: nn.Module, name: str | None, key: str) -> tuple[str, nn.Module]
         return None
     modules = dict(root.named_modules())
     if name not in modules:
-        raise ConfigError(f"{key}={name!r}: the model has no such module; its top level is {', '.join(dict(root.named_children()))}")
+        raise ConfigError(
+            f"{key}={name!r}: the model has no such module; its top level is {', '.join(dict(root.named_children()))}"
+        )
     return name, modules[name]
 
 

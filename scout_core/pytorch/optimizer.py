@@ -51,7 +51,7 @@ class SliceableOptimizer:
         return OptimizerSlice(parts=parts, hyperparameters=hyperparameters, identity=identity, step=step)
 
     def _runs(self, sizes: list[int], cursor: int, budget: int) -> Iterator[tuple[int, int, int]]:
-        """`(parameter, start, stop)` runs that cover `budget` elements cyclically from `cursor`, each element at most once."""
+        """`(parameter, start, stop)` runs over `budget` elements, cyclically from `cursor`, no element twice."""
         total = sum(sizes)
         position, remaining = cursor % max(total, 1), min(budget, total)
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]

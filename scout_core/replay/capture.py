@@ -134,7 +134,9 @@ class ModuleCapture:
             return
         for index, tensor in enumerate(tensor_leaves(output)):
             if tensor.requires_grad:
-                tensor.register_hook(_GradientTap(self.invocation, index, self._keep))
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    _GradientTap(self.invocation, index, self._keep)
+                )
 
 
 class _GradientTap:

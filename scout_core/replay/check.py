@@ -31,7 +31,7 @@ Executions = dict[str, list[list[Observation]]]
 
 @dataclass(kw_only=True)
 class Qualification:
-    """What is known of a recipe from earlier checks; equal on every peer, since it comes from gathered evidence alone."""
+    """What earlier checks taught about a recipe; equal on every peer, since it comes from gathered evidence alone."""
 
     qualified: bool = False
     nondeterministic: bool = False
@@ -130,11 +130,9 @@ class CheckRunner:
     def _rounds(
         self, bench: Workbench, recipes: Sequence[Recipe]
     ) -> tuple[Executions, dict[str, RecipeVerdict], dict[str, StragglerVerdict]]:
-        """Execute and gather until every recipe has its verdict; one round unless something is new, disputed or slow."""
+        """Execute and gather until every recipe has its verdict: one round, unless something is disputed or slow."""
         executions: Executions = {recipe.recipe_id: [] for recipe in recipes}
-        todo = {
-            recipe: 2 if recipe.recipe_class != "state" and not self._settled(recipe) else 1 for recipe in recipes
-        }
+        todo = {recipe: 2 if recipe.recipe_class != "state" and not self._settled(recipe) else 1 for recipe in recipes}
         while todo:
             self._gather_round(bench, todo, executions)
             verdicts = {recipe.recipe_id: self._judge_one(recipe, executions[recipe.recipe_id]) for recipe in recipes}
@@ -250,7 +248,9 @@ class CheckRunner:
                 text = f"{recipe.recipe_id}: known not to repeat itself; only what it reads was compared"
                 reasons.append(Reason(recipe=recipe.recipe_id, field="nondeterministic", ranks=(), message=text))
         seen = [peer for runs in executions.values() for run in runs for peer in run]
-        local = {p for runs in executions.values() for run in runs for p, o in enumerate(run) if o.flags.local_nonfinite}
+        local = {
+            p for runs in executions.values() for run in runs for p, o in enumerate(run) if o.flags.local_nonfinite
+        }
         statuses = {verdict.status for verdict in verdicts.values()}
         attributed = C3Status.ATTRIBUTED in statuses
         incomplete = bool(reasons) or C3Status.INCONCLUSIVE in statuses
@@ -263,8 +263,10 @@ class CheckRunner:
             sdc_bitmap=_union([v.bitmap for v in verdicts.values() if v.bitmap], len(ranks)),
             straggler_bitmap=_union([v.bitmap for v in stragglers.values()], len(ranks)),
             sdc_sources=tuple(
-                key for key, r in exact.items()
-                if r.status is not C3Status.AGREE and not verdicts[key.rpartition("/")[0]].nondeterministic
+                key
+                for key, r in exact.items()
+                if r.status is not C3Status.AGREE
+                and not verdicts[key.rpartition("/")[0]].nondeterministic
                 and len(ranks) > 1
             ),
             c3_results=exact,

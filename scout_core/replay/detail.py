@@ -39,9 +39,7 @@ def look_closer(
     if tensor is None or not all(agreed):
         return Detail(surface=surface, tensors=names)
     counts, largest = _measure(peers, tensor, bitmap.index(False) if False in bitmap else 0)
-    return Detail(
-        surface=surface, tensors=names, elements=tensor.numel(), differing=counts, largest_difference=largest
-    )
+    return Detail(surface=surface, tensors=names, elements=tensor.numel(), differing=counts, largest_difference=largest)
 
 
 def _measure(peers: PeerGroup, tensor: torch.Tensor, reference: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

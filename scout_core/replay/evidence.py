@@ -16,7 +16,7 @@ import xxhash
 
 from scout_core.consensus.signature import signatures
 from scout_core.replay.capture import all_finite
-from scout_core.replay.isolation import Elapsed
+from scout_core.replay.isolation import NO_TIME, Elapsed
 
 SURFACES: dict[str, tuple[str, ...]] = {
     "embedding": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
@@ -62,7 +62,7 @@ class Observation:
     """One peer's evidence from one execution of one recipe: a word per surface, time, flags."""
 
     words: tuple[int, ...]
-    elapsed: Elapsed = Elapsed(wall_us=0, wait_us=0)
+    elapsed: Elapsed = NO_TIME
     flags: Flags = Flags()
 
     def encode(self) -> list[int]:
@@ -119,7 +119,7 @@ class EvidenceBatch:
         def observation() -> Observation:
             return Observation(
                 words=tuple(word if isinstance(word, int) else fold(self.signatures_of(word)) for word in signed),
-                elapsed=elapsed() if elapsed is not None else Elapsed(wall_us=0, wait_us=0),
+                elapsed=elapsed() if elapsed is not None else NO_TIME,
                 flags=Flags(
                     failed=failed,
                     local_nonfinite=not self._all_set(local_flags),

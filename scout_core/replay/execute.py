@@ -48,7 +48,9 @@ class _ForwardBackward(nn.Module):
     parameters and write gradients into training.
     """
 
-    def __init__(self, module: nn.Module, invocation: Invocation, received: Received, generator: torch.Generator) -> None:
+    def __init__(
+        self, module: nn.Module, invocation: Invocation, received: Received, generator: torch.Generator
+    ) -> None:
         super().__init__()
         self.module = module
         self._invocation = invocation
@@ -62,7 +64,9 @@ class _ForwardBackward(nn.Module):
         if self._invocation.recomputed:
             gradients = {index: self._draw(leaves[index]) for index in indices}
         else:
-            gradients = {index: self._received.gradients[index] for index in indices if index in self._received.gradients}
+            gradients = {
+                index: self._received.gradients[index] for index in indices if index in self._received.gradients
+            }
         if gradients:
             torch.autograd.backward([leaves[index] for index in gradients], list(gradients.values()))
         return [leaf.detach() for leaf in leaves]
@@ -98,7 +102,9 @@ def execute(module: nn.Module, invocation: Invocation, received: Received, *, se
         outputs = torch.func.functional_call(shim, substitutes, args, kwargs)
     return Execution(
         outputs=list(outputs),
-        input_gradients=[leaf.grad for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad],
+        input_gradients=[
+            leaf.grad for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad
+        ],
         parameter_gradients=[p.grad for p in parameters.values() if p.requires_grad],
         stopwatch=stopwatch,
     )

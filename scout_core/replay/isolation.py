@@ -16,6 +16,11 @@ import torch
 from torch import nn
 
 
+def cuda_in_use() -> bool:
+    """Whether this process has a CUDA context; asking does not make one."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AutocastState:
     """Autocast as it was when a module was called, per device type."""
@@ -26,7 +31,7 @@ class AutocastState:
     def current(cls) -> AutocastState:
         """The state now, for the CPU and for the accelerator, if one is in use."""
         types = ["cpu"]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if cuda_in_use():
             types.append("cuda")
         return cls(
             devices=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types)
@@ -58,7 +63,7 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 @contextmanager
 def preserved_state() -> Iterator[None]:
     """Put back the random state of torch (CPU and current CUDA device), numpy and `random` afterwards."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = cuda_in_use()
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     states: tuple[Any, ...] = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
     python_state = random.getstate()
@@ -86,7 +91,7 @@ def seed_everything(seed: int) -> list[torch.Tensor]:
     if numpy_random is not None:
         numpy_random.seed(unsigned % (1 << 32))
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda_in_use():
         torch.cuda.manual_seed(unsigned)
         states.append(torch.cuda.get_rng_state())
     return states
@@ -96,7 +101,7 @@ _CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 
 
 def strict_determinism_possible() -> bool:
-    """Whether torch would accept matrix products under strict determinism, which on CUDA an environment variable decides.
+    """Whether torch accepts matrix products under strict determinism; on CUDA an environment variable decides it.
 
     Source: `torch.use_deterministic_algorithms`, section on CUBLAS_WORKSPACE_CONFIG.
     """
@@ -114,18 +119,19 @@ def deterministic_kernels(*, enabled: bool, strict: bool) -> Iterator[None]:
         yield
         return
     mode = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory = sys.modules["torch.utils.deterministic"]
+    fill = memory.fill_uninitialized_memory
     cudnn = (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=not strict)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            memory.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
@@ -142,13 +148,16 @@ class Elapsed:
         return max(self.wall_us - self.wait_us, 0)
 
 
+NO_TIME = Elapsed(wall_us=0, wait_us=0)
+
+
 class Stopwatch:
     """Times work on a device: CUDA events where it is a GPU, the monotonic clock and the run-queue delay elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         if self._cuda:
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Stopwatch:
         if self._cuda:

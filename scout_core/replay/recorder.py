@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ class Recorder:
         return str(name), module
 
     def arm(self, plan: Plan, *, keep: bool) -> None:
-        """Put hooks on the modules due after the coming step. Compiled models get none: a hook would change their code."""
+        """Put hooks on the modules due after the coming step; none on a compiled model, whose code they would change."""
         self.disarm()
         if self._surfaces.compiled:
             return
@@ -112,7 +113,7 @@ class Recorder:
                 prepared.contracts[name] = RecipeContract(readiness=Readiness.FAILED)
             else:
                 invocations = {recipe.recipe_id: recorded.get(recipe.recipe_id) for recipe in recipes}
-                contract = attempt(f"describing the {name} invocation", lambda i=invocations: self._module_contract(i))
+                contract = attempt(f"describing the {name} invocation", partial(self._module_contract, invocations))
                 prepared.contracts[name] = contract.value or RecipeContract(readiness=Readiness.FAILED)
                 prepared.invocations |= {key: value for key, value in invocations.items() if value is not None}
         return prepared

@@ -13,7 +13,7 @@ from scout_core.replay.verdict import RecipeVerdict
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """What a dispute's closer look found: which tensors of a surface differ, and how the first of them does.
+    """What a closer look at a dispute found: which tensors of a surface differ, and how the first does.
 
     `differing` and `largest_difference` are per peer against the first peer outside the bitmap; None where not measured.
     """

@@ -1,4 +1,4 @@
-"""Which recipes are due at which optimizer step. Pure functions of the step, so that every rank and every restart agree."""
+"""Which recipes are due at which optimizer step: pure functions of the step, so every rank and restart agrees."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Piece:
 
 
 def window(sizes: Sequence[tuple[int, int]], ordinal: int, budget_bytes: int) -> list[Piece]:
-    """The `ordinal`-th window over tensors of `(elements, bytes per element)`, wrapping around; each element at most once.
+    """The `ordinal`-th window over tensors of `(elements, bytes per element)`, wrapping around, no element twice.
 
     Consecutive windows cover everything before anything is covered twice.
     """

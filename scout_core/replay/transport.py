@@ -30,7 +30,7 @@ class Parcel:
 
 
 def agree_on_shapes(parcels: Sequence[Parcel], peers: PeerGroup, source: int) -> None:
-    """Take over the source's tensor sizes. Every peer calls, only when readiness found sizes that differ; one broadcast.
+    """Take over the source's tensor sizes. Every peer calls, when readiness found that sizes differ; one broadcast.
 
     Readiness has shown that structure is equal, so the number of tensors and their dimensions are.
     """

@@ -51,7 +51,7 @@ def opaque_type(value: Any) -> str | None:
     found: list[str] = []
 
     def check(leaf: Any) -> None:
-        if isinstance(leaf, _PLAIN) or isinstance(leaf, (nn.Module, types.BuiltinFunctionType)):
+        if isinstance(leaf, (*_PLAIN, nn.Module, types.BuiltinFunctionType)):
             return
         if isinstance(leaf, types.FunctionType) and leaf.__closure__ is None:
             return
@@ -73,7 +73,7 @@ def refill(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def skeleton(value: Any) -> Any:
-    """`value` with every tensor replaced by its dtype, number of dimensions and `requires_grad`, for comparing structure."""
+    """`value` with every tensor replaced by its dtype, number of dimensions and `requires_grad`."""
     return map_tensors(lambda t: ("tensor", str(t.dtype), t.dim(), t.requires_grad), value)
 
 

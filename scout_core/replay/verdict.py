@@ -43,7 +43,7 @@ class RecipeVerdict:
 
     @property
     def first_surface(self) -> str | None:
-        """The earliest surface in causal order on which the attributed peers differ, or any peers if none is attributed."""
+        """The earliest surface, in causal order, that is attributed; or that disagrees at all, if none is."""
         for name, result in self.surfaces.items():
             if result.status is C3Status.ATTRIBUTED:
                 return name
@@ -60,8 +60,8 @@ def judge_recipe(
 ) -> RecipeVerdict:
     """Judge one recipe from `executions[k][p]`, the evidence of the peer at position p in its k-th execution.
 
-    `qualified` says whether the recipe has repeated itself on every peer before. `earlier_offenders` are positions that
-    once failed to repeat themselves here: when another one does, the operation is nondeterministic, not two devices bad.
+    `qualified` says whether the recipe has repeated itself on every peer before. `earlier_offenders` are positions
+    that once failed to repeat themselves here: when another does too, the operation is at fault, not two devices.
     """
     names = SURFACES[recipe_class]
     failed = [p for p, seen in enumerate(executions[0]) if any(run[p].flags.failed for run in executions)]

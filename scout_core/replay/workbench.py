@@ -103,10 +103,8 @@ class Workbench:
         )
         return _material(recipe, tensors, names, signed)
 
-    def _execute(
-        self, recipe: Recipe, module: nn.Module, received: Received
-    ) -> tuple[list[torch.Tensor], Execution]:
-        """Run under strict determinism; an operation that has no deterministic kernel makes the recipe lenient for good."""
+    def _execute(self, recipe: Recipe, module: nn.Module, received: Received) -> tuple[list[torch.Tensor], Execution]:
+        """Run under strict determinism; an operation without a deterministic kernel makes the recipe lenient for good."""
         invocation = self._prepared.invocations[recipe.recipe_id]
         seed = structure_signature((self._seed, recipe.recipe_id))
         try:
@@ -162,9 +160,7 @@ class Workbench:
 
     def _state(self, batch: EvidenceBatch, recipe: Recipe, compute: bool) -> Material:
         pieces = self._prepared.state
-        tensors = {
-            surface: [t.detach() for kind, _, t in pieces if kind == surface] for surface in SURFACES["state"]
-        }
+        tensors = {surface: [t.detach() for kind, _, t in pieces if kind == surface] for surface in SURFACES["state"]}
         names = {surface: [name for kind, name, _ in pieces if kind == surface] for surface in SURFACES["state"]}
         everything = [t for _, _, t in pieces]
         signed = batch.add([tensors[surface] for surface in SURFACES["state"]], state=everything)

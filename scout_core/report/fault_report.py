@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA_VERSION = 1
-
 
 class FaultKind(str, Enum):
     """What went wrong. The names are stable from the first release."""
@@ -53,7 +51,7 @@ class SCOUTFaultReport(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     type: Literal["SCOUTFaultReport"] = "SCOUTFaultReport"
     incident_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     kind: FaultKind

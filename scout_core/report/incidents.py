@@ -26,7 +26,7 @@ class IncidentBook:
         self._open: dict[Key, _Open] = {}
 
     def assign(self, reports: list[SCOUTFaultReport], result: ReplayResult) -> list[SCOUTFaultReport]:
-        """`reports` with incident ids and first steps; incidents whose surface is clean in `result` are closed first."""
+        """`reports` with incident ids and first steps; incidents whose surface is clean in `result` are closed."""
         for key in [key for key in self._open if self._is_over(key, result)]:
             del self._open[key]
         assigned = []

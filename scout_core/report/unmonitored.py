@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from scout_core.peers import PeerGroup
 from scout_core.replay.schedule import Plan
@@ -20,7 +20,9 @@ def absent_ranks(peers: PeerGroup, plan: Plan) -> tuple[int, ...]:
     """
     if peers.control is None:
         return ()
-    store = dist.PrefixStore(f"scout/{peers.ranks[0]}/{plan.ordinal}/{plan.manual}", dist.distributed_c10d._get_default_store())
+    store = distributed_c10d.PrefixStore(
+        f"scout/{peers.ranks[0]}/{plan.ordinal}/{plan.manual}", distributed_c10d._get_default_store()
+    )
     try:
         store.set(str(peers.rank), str(plan.step))
         return tuple(rank for rank in peers.ranks if not _came(store, rank))
@@ -28,7 +30,7 @@ def absent_ranks(peers: PeerGroup, plan: Plan) -> tuple[int, ...]:
         return ()
 
 
-def _came(store: dist.Store, rank: int) -> bool:
+def _came(store: distributed_c10d.Store, rank: int) -> bool:
     try:
         store.wait([str(rank)], _GRACE)
     except RuntimeError:

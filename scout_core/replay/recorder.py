@@ -60,7 +60,7 @@ class Recorder:
         return str(name), module
 
     def arm(self, plan: Plan, *, keep: bool) -> None:
-        """Put hooks on the modules due after the coming step; none on a compiled model, whose code they would change."""
+        """Hook the modules due after the coming step; none of a compiled model, whose code a hook would change."""
         self.disarm()
         if self._surfaces.compiled:
             return

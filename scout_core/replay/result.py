@@ -30,8 +30,9 @@ class ReplayResult:
     """The result of one check on one set of peers.
 
     Bitmaps have one entry per peer, True for a rank that stands out; `peer_ranks` maps positions to global ranks.
-    `c3_results` and `sdc_sources` are keyed `recipe/surface`. `status` is Attributed if any recipe is, else Inconclusive
-    if any exact comparison is, else Agree. `complete` is True when everything that was due led to an exact verdict.
+    `c3_results` and `sdc_sources` are keyed `recipe/surface`. `status` is Attributed if any recipe is, else
+    Inconclusive if any exact comparison is, else Agree. `complete` is True when everything that was due led to an
+    exact verdict.
     `nonfinite_ranks` saw a NaN or an infinity in their own data before any reduction; `nonfinite` says that replayed
     values or live state hold one anywhere.
     """

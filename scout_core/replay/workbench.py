@@ -104,7 +104,7 @@ class Workbench:
         return _material(recipe, tensors, names, signed)
 
     def _execute(self, recipe: Recipe, module: nn.Module, received: Received) -> tuple[list[torch.Tensor], Execution]:
-        """Run under strict determinism; an operation without a deterministic kernel makes the recipe lenient for good."""
+        """Run under strict determinism; without a deterministic kernel the recipe becomes lenient for good."""
         invocation = self._prepared.invocations[recipe.recipe_id]
         seed = structure_signature((self._seed, recipe.recipe_id))
         try:

@@ -21,6 +21,9 @@ from scout_core.health.types import (
 from scout_core.health.view import Finding, View
 from scout_core.health.xid_rules import judge_xids
 
+_MOST_METRICS = 512
+"""Warnings in force, and fatal metrics, remembered per device; a source that invents names cannot grow them further."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
@@ -85,7 +88,7 @@ def _settle(
         if finding.memory:
             sign = time_s if sign is None else min(sign, time_s)
         event = _event(finding, sample, time_s, sign if finding.memory and sign is not None else time_s, identity)
-        if finding.metric in latched:
+        if finding.metric in latched or max(len(active), len(latched)) >= _MOST_METRICS:
             continue
         if finding.severity is HealthSeverity.FATAL:
             latched.add(finding.metric)

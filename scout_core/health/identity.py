@@ -151,9 +151,7 @@ def _by_mig(nvml: NvmlApi, uuid: str, ordinal: int | None) -> Resolved:
     """The parent GPU where this process may see it (its memory and links are what fails), else the instance."""
     instance = nvml.ask("nvmlDeviceGetHandleByUUID", uuid)
     if not instance.ok:
-        raise IdentityError(
-            f"{uuid}: {instance.reason}", lost=instance.lost, failed=instance.status.value == "failed"
-        )
+        raise IdentityError(f"{uuid}: {instance.reason}", lost=instance.lost, failed=instance.status.value == "failed")
     parent = nvml.ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", instance.value)
     handle = parent.value if parent.ok else instance.value
     return Resolved(handle=handle, identity=describe(nvml, handle, ordinal=ordinal, mig_uuid=uuid))

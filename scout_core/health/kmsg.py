@@ -54,9 +54,7 @@ def parse_record(line: str) -> KernelRecord:
     """Split one line of /dev/kmsg, of `dmesg`, or of a syslog file into text, time and sequence."""
     line = line.rstrip("\n").replace("\\x0a", "\n")
     if match := _KMSG.match(line):
-        return KernelRecord(
-            text=match["text"], time_s=int(match["time_us"]) / 1e6, sequence=int(match["sequence"])
-        )
+        return KernelRecord(text=match["text"], time_s=int(match["time_us"]) / 1e6, sequence=int(match["sequence"]))
     if match := _DMESG.match(line):
         return KernelRecord(text=match["text"], time_s=float(match["time_s"]))
     return KernelRecord(text=line)

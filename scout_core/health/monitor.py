@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from typing_extensions import Self
 
@@ -27,6 +28,8 @@ from scout_core.health.worker import ReadResult, SourceWorker
 
 logger = logging.getLogger(__name__)
 EventCallback = Callable[[HealthEvent], None]
+_MOST_DEVICES = 1024
+"""Devices remembered per source; names beyond that are ignored."""
 _JOIN_S = 0.4
 """How long `close()` waits for a thread that is inside a source or a callback; it must end within 1 s."""
 
@@ -64,6 +67,7 @@ class HardwareHealthMonitor:
         self._sources = tuple(sources)
         self._workers: list[SourceWorker] = []
         self._known: dict[str, frozenset[str]] = {}
+        self._retired: set[str] = set()
         self._latest: dict[tuple[str, str], DeviceSample] = {}
         self._fatal: list[HealthEvent] = []
         self._recent: deque[HealthEvent] = deque(maxlen=config.max_events)
@@ -102,9 +106,12 @@ class HardwareHealthMonitor:
         """One round now: ask every source, wait at most `read_deadline_s`, judge, tell. Returns the new events."""
         with self._polling:
             samples = self._gather()
-            judgement = classify(samples, self._history, self.config)
+            judgement = classify(samples, _without(self._history, self._retired), self.config)
             with self._lock:
                 self._history = judgement.history
+                for name in self._retired:
+                    self._latest = {key: sample for key, sample in self._latest.items() if key[0] != name}
+                self._retired.clear()
                 self.polls += 1
                 self._latest.update({(s.device, s.source): s for s in samples})
                 for event in judgement.events:
@@ -166,8 +173,9 @@ class HardwareHealthMonitor:
     def _gather(self) -> list[DeviceSample]:
         if not self._workers:
             self._workers = [SourceWorker(source, self._clock, self._done) for source in self._sources]
-        # Only those that were free are waited for: a source known to be stuck costs the others nothing.
-        asked = [worker for worker in self._workers if worker.ready and (worker.busy or worker.request())]
+        # Only those that were free are waited for: a source known to be stuck costs the others nothing. A result
+        # that came after its deadline is taken now.
+        asked = [worker for worker in self._workers if not worker.has_result and worker.request()]
         with self._done:
             self._done.wait_for(
                 lambda: self._stop.is_set() or all(worker.ready for worker in asked), self.config.read_deadline_s
@@ -183,11 +191,15 @@ class HardwareHealthMonitor:
 
     def _samples(self, worker: SourceWorker, index: int, result: ReadResult) -> list[DeviceSample]:
         key = self._source_key(worker, index)
+        known = self._known.get(key, frozenset())
         by_device: dict[str, list[HealthReading]] = {}
         for reading in result.readings:
-            by_device.setdefault(reading.device, []).append(reading)
+            if reading.device in known or len(known | by_device.keys()) < _MOST_DEVICES:
+                by_device.setdefault(reading.device, []).append(reading)
         if by_device:
-            self._known[key] = self._known.get(key, frozenset()) | by_device.keys()
+            placeholders = _placeholders(result.readings, worker.name) - by_device.keys()
+            self._known[key] = (known | by_device.keys()) - placeholders
+            self._retired |= placeholders
         if result.error:
             logger.warning("hardware health: source %s: %s", worker.name, result.error)
             for device in self._devices_of(worker, key):
@@ -227,6 +239,20 @@ class HardwareHealthMonitor:
             source.close()
         except Exception:
             logger.exception("hardware health: closing source %s failed", source.name)
+
+
+def _placeholders(readings: Iterable[HealthReading], source: str) -> set[str]:
+    """Names a device went by before it was identified."""
+    names = {source}
+    for identity in (reading.identity for reading in readings if reading.identity is not None):
+        names |= {f"nvml:{identity.nvml_index}", f"cuda:{identity.cuda_ordinal}"}
+    return names
+
+
+def _without(history: HealthHistory, names: Iterable[str]) -> HealthHistory:
+    """`history` without placeholders that were never told as fatal."""
+    gone = {name for name in names if not history.of(name).latched}
+    return replace(history, devices={name: past for name, past in history.devices.items() if name not in gone})
 
 
 def _stale_reading(device: str, reason: str, age_s: float) -> HealthReading:

@@ -125,9 +125,7 @@ class LinkReader:
             good = {f"link {n}": int(a.value) for n, a in zip(self._links or (), asked, strict=False) if a.ok}
             if good:
                 self._way[counter.metric] = way
-                return HealthReading(
-                    device=self._device, metric=counter.metric, value=sum(good.values()), parts=good
-                )
+                return HealthReading(device=self._device, metric=counter.metric, value=sum(good.values()), parts=good)
             if any(answer.status is ReadingStatus.FAILED for answer in asked):
                 break
         else:

@@ -59,8 +59,8 @@ class SourceWorker:
         self._thread.start()
 
     @property
-    def busy(self) -> bool:
-        return self._busy
+    def has_result(self) -> bool:
+        return self._result is not None
 
     @property
     def ready(self) -> bool:

@@ -46,9 +46,7 @@ def judge_xids(
     """
     seen, told, burst = dict(past.xid_seen), dict(past.xid_told), past.burst
     findings: list[tuple[float, Finding]] = []
-    ordered = sorted(
-        (r for r in readings if r.metric == Metric.XID and r.status is ReadingStatus.OK), key=_when
-    )
+    ordered = sorted((r for r in readings if r.metric == Metric.XID and r.status is ReadingStatus.OK), key=_when)
     for reading in ordered:
         code = counter_value(reading.value)
         if code is None or not _is_new(reading, code, seen, source, started_s):

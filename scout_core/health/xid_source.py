@@ -59,9 +59,7 @@ class XidSource:
             readings += [reading for finding in findings if (reading := self._from_log(finding)) is not None]
         if self._events is None and self._log is None:
             readings.append(
-                HealthReading(
-                    device="host", metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=self._reason
-                )
+                HealthReading(device="host", metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=self._reason)
             )
         return readings
 

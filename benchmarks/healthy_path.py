@@ -129,20 +129,23 @@ def floor(job: Job, slice_elements: int, repeats: int) -> float:
 
 
 def measure_checks(job: Job, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Seconds of steady-state checks, and of the floor measured between them."""
-    scout = scout_core.attach(job.ddp, job.optimizer, check_interval=1)
-    for _ in range(options.layers + 2):  # every layer is qualified once
+    """Seconds that a check adds to its step, and seconds of the floor, measured in turn.
+
+    Every second step checks; a check's cost is that step's time less the time of the step before, which does not.
+    """
+    scout = scout_core.attach(job.ddp, job.optimizer, check_interval=2)
+    for _ in range(2 * options.layers + 2):  # every layer is qualified once
         job.step()
-    checks, floors = [], []
+    added, floors = [], []
     for _ in range(options.checks):
-        job.step()
-        assert scout.last_result is not None
-        checks.append(scout.last_result.elapsed_ms / 1e3)
+        without = seconds(job.device, job.step)
+        added.append(seconds(job.device, job.step) - without)
         floors.append(floor(job, scout.config.replay.optimizer_slice_elements, 5))
+        assert scout.last_result is not None and scout.last_result.step == scout.step_count
         if not scout.last_result.trustworthy:
             raise SystemExit(f"a healthy check was not clean: {scout.last_result.to_json()}")
     scout.close()
-    return checks, floors
+    return added, floors
 
 
 def measure_idle_steps(job: Job, options: argparse.Namespace) -> tuple[float, float]:

@@ -36,6 +36,7 @@ class Qualification:
     qualified: bool = False
     nondeterministic: bool = False
     failures: int = 0
+    repeats: int = 0
     offenders: set[int] = field(default_factory=set)
 
 
@@ -182,6 +183,8 @@ class CheckRunner:
             seen,
             qualified=self._settled(recipe),
             earlier_offenders=frozenset(known.offenders),
+            earlier_repeats=known.repeats,
+            ranks=self._peers.ranks,
         )
 
     def _settled(self, recipe: Recipe) -> bool:
@@ -191,11 +194,12 @@ class CheckRunner:
 
     def _learn(self, recipe: Recipe, verdict: RecipeVerdict) -> None:
         known = self._known[recipe.recipe_id]
+        known.repeats += verdict.repeats
         if verdict.nondeterministic:
             known.nondeterministic, known.qualified = True, False
         elif verdict.basis == "self":
             known.offenders |= {p for p, bad in enumerate(verdict.bitmap) if bad}
-        elif not known.nondeterministic:
+        elif not known.nondeterministic and not verdict.raised:
             known.qualified = known.qualified or verdict.qualified
             if not known.qualified and self._peers.size > 1:
                 known.failures += 1
@@ -218,7 +222,7 @@ class CheckRunner:
         for recipe in recipes:
             verdict = verdicts[recipe.recipe_id]
             surface = verdict.first_surface
-            if surface is None or verdict.nondeterministic:
+            if surface is None or verdict.nondeterministic or verdict.raised:
                 continue
             batch = EvidenceBatch()
             material = bench.observe(batch, recipe, compute=not self._known[recipe.recipe_id].nondeterministic)
@@ -242,7 +246,8 @@ class CheckRunner:
         ranks = self._peers.ranks
         for key, verdict in verdicts.items():
             if verdict.reason is not None:
-                reasons.append(Reason(recipe=key, field="evidence", ranks=(), message=verdict.reason))
+                apart = tuple(ranks[p] for p in verdict.apart)
+                reasons.append(Reason(recipe=key, field="evidence", ranks=apart, message=verdict.reason))
         for recipe in recipes:
             if self._known[recipe.recipe_id].nondeterministic and verdicts[recipe.recipe_id].reason is None:
                 text = f"{recipe.recipe_id}: known not to repeat itself; only what it reads was compared"
@@ -267,6 +272,7 @@ class CheckRunner:
                 for key, r in exact.items()
                 if r.status is not C3Status.AGREE
                 and not verdicts[key.rpartition("/")[0]].nondeterministic
+                and not verdicts[key.rpartition("/")[0]].raised
                 and len(ranks) > 1
             ),
             c3_results=exact,

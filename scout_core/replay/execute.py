@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scout_core.replay.capture import Invocation
-from scout_core.replay.isolation import Elapsed, Stopwatch, uncompiled
+from scout_core.replay.isolation import Stopwatch, uncompiled
 from scout_core.replay.trees import refill, tensor_leaves
 
 
@@ -35,10 +35,6 @@ class Execution:
     input_gradients: list[torch.Tensor | None]
     parameter_gradients: list[torch.Tensor | None]
     stopwatch: Stopwatch
-
-    def elapsed(self) -> Elapsed:
-        """Time of forward plus backward; waits for a GPU to finish them."""
-        return self.stopwatch.read()
 
 
 class _ForwardBackward(nn.Module):

@@ -15,7 +15,7 @@ from scout_core.replay.verdict import RecipeVerdict
 class Detail:
     """What a closer look at a dispute found: which tensors of a surface differ, and how the first does.
 
-    `differing` and `largest_difference` are per peer against the first peer outside the bitmap; None where not measured.
+    `differing` and `largest_difference` are per peer, against the first peer outside the bitmap; None if not measured.
     """
 
     surface: str

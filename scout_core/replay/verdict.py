@@ -1,22 +1,32 @@
 """From the gathered evidence of one recipe to a verdict. Pure: no process group, clock, file or tensor.
 
-Two rules keep blame honest. A rank is attributed by majority only when every execution of every peer repeated itself,
+Three rules keep blame honest. A rank is attributed by majority only when every execution of every peer repeated itself,
 so that chance cannot look like corruption. A rank that does not repeat itself while *every* other peer does, and agrees
 with the others, is attributed by its own contradiction (`basis="self"`), which needs no majority and holds between two.
+And nobody is blamed for the result of an execution before the others have repeated themselves `PROOF_EXECUTIONS` times,
+in this check or in earlier ones: somebody is always the first on whom a rare nondeterminism shows.
 As soon as two peers fail to repeat themselves the operation is nondeterministic and blames nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Literal
 
 from scout_core.consensus.c3 import C3Result, C3Status, classify_exact
+from scout_core.consensus.readiness import name_ranks
 from scout_core.replay.evidence import SURFACES, Observation
 
-SELF_ROUNDS = 4
-"""Further executions before a rank is named for not repeating itself on a module that is not yet qualified."""
+PROOF_EXECUTIONS = 150
+"""Executions of the other peers, without one that varied, before the result of an execution is blamed on a rank.
+
+An operation that varies in a share q of its calls passes them with probability (1 - q)^150: 5e-4 for 5%, 22% for 1%.
+"""
+
+EXECUTED = frozenset({"output", "input_gradient", "parameter_gradient", "updated_state"})
+"""Surfaces that an execution computes. The others are compared as they stand before it; chance has no part in them."""
 
 Persistence = Literal["persistent", "intermittent"]
 Basis = Literal["majority", "self", "none"]
@@ -27,7 +37,9 @@ class RecipeVerdict:
     """What the peers' evidence says of one recipe.
 
     `surfaces` has a C3 result per compared surface. `more` asks for that many further executions before a verdict;
-    everything else is then provisional. `qualified` is True once every peer repeated itself bit for bit.
+    everything else is then provisional. `qualified` is True once every peer repeated itself bit for bit. `repeats` is
+    how many executions of peers that are not blamed repeated themselves. `apart` holds the positions that `reason`
+    speaks of, and `raised` says that the replay raised on them.
     """
 
     recipe_id: str
@@ -40,6 +52,9 @@ class RecipeVerdict:
     qualified: bool = False
     nondeterministic: bool = False
     more: int = 0
+    repeats: int = 0
+    apart: tuple[int, ...] = ()
+    raised: bool = False
 
     @property
     def first_surface(self) -> str | None:
@@ -50,6 +65,35 @@ class RecipeVerdict:
         return next((name for name, result in self.surfaces.items() if result.status is C3Status.INCONCLUSIVE), None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """The evidence of one recipe and what earlier checks left to know."""
+
+    recipe_id: str
+    names: tuple[str, ...]
+    executions: Sequence[Sequence[Observation]]
+    ranks: Sequence[int]
+    qualified: bool
+    earlier_offenders: frozenset[int]
+    earlier_repeats: int
+
+    @property
+    def peers(self) -> int:
+        return len(self.executions[0])
+
+    @property
+    def repeats(self) -> int:
+        return (self.peers - 1) * len(self.executions)
+
+    @property
+    def lacking(self) -> int:
+        """Further executions until the others have repeated themselves often enough to testify."""
+        return -(-max(PROOF_EXECUTIONS - self.earlier_repeats - self.repeats, 0) // (self.peers - 1))
+
+    def who(self, positions: Iterable[int]) -> str:
+        return name_ranks([self.ranks[p] for p in positions])
+
+
 def judge_recipe(
     recipe_id: str,
     recipe_class: str,
@@ -57,114 +101,142 @@ def judge_recipe(
     *,
     qualified: bool,
     earlier_offenders: frozenset[int] = frozenset(),
+    earlier_repeats: int = 0,
+    ranks: Sequence[int] | None = None,
 ) -> RecipeVerdict:
     """Judge one recipe from `executions[k][p]`, the evidence of the peer at position p in its k-th execution.
 
-    `qualified` says whether the recipe has repeated itself on every peer before. `earlier_offenders` are positions
-    that once failed to repeat themselves here: when another does too, the operation is at fault, not two devices.
+    `qualified` says whether the recipe has repeated itself on every peer before, `earlier_repeats` in how many
+    executions of earlier checks (the sum of their verdicts' `repeats`). `earlier_offenders` are positions that once
+    failed to repeat themselves here: when another one does, the operation is nondeterministic, not two devices bad.
+    `ranks` are the peers' global ranks, for the texts.
     """
-    names = SURFACES[recipe_class]
-    failed = [p for p, seen in enumerate(executions[0]) if any(run[p].flags.failed for run in executions)]
-    if failed:
-        surfaces = _classify(names, executions[0], exclude=frozenset(failed))
-        text = f"{recipe_id}: the replay raised on peer {', '.join(map(str, failed))}"
-        return RecipeVerdict(
-            recipe_id=recipe_id, status=C3Status.INCONCLUSIVE, surfaces=surfaces, reason=text, qualified=qualified
-        )
-    surfaces = _classify(names, executions[0])
-    agree = all(result.status is C3Status.AGREE for result in surfaces.values())
-    if len(executions[0]) < 2:
+    case = _Case(
+        recipe_id=recipe_id,
+        names=SURFACES[recipe_class],
+        executions=executions,
+        ranks=range(len(executions[0])) if ranks is None else ranks,
+        qualified=qualified,
+        earlier_offenders=earlier_offenders,
+        earlier_repeats=earlier_repeats,
+    )
+    raised = tuple(p for p in range(case.peers) if any(run[p].flags.failed for run in executions))
+    if raised:
+        return _raised(case, raised)
+    surfaces = _classify(case.names, executions[0])
+    if case.peers < 2:
+        text = f"{recipe_id}: this rank has no peer to compare with"
+        return _inconclusive(case, surfaces, text)
+    if len(executions) == 1:
+        agree = all(result.status is C3Status.AGREE for result in surfaces.values())
         return RecipeVerdict(
             recipe_id=recipe_id,
-            status=C3Status.INCONCLUSIVE,
+            status=C3Status.AGREE if agree else C3Status.INCONCLUSIVE,
             surfaces=surfaces,
-            reason=f"{recipe_id}: this rank has no peer to compare with",
             qualified=qualified,
-        )
-    if len(executions) == 1:
-        status = C3Status.AGREE if agree else C3Status.INCONCLUSIVE
-        return RecipeVerdict(
-            recipe_id=recipe_id, status=status, surfaces=surfaces, qualified=qualified, more=0 if agree else 1
+            more=0 if agree else 1,
+            repeats=case.repeats if agree else 0,
         )
     varied = _varied(executions)
     if not varied:
-        return _all_repeat(recipe_id, surfaces)
+        return _all_repeat(case, surfaces)
     if len(varied) == 1 and not _warned(executions):
-        return _one_varies(recipe_id, names, executions, varied[0], qualified, earlier_offenders)
-    return _nondeterministic(recipe_id, surfaces, varied, executions)
+        return _one_varies(case, varied[0])
+    return _nondeterministic(case, surfaces, varied)
 
 
-def _all_repeat(recipe_id: str, surfaces: Mapping[str, C3Result]) -> RecipeVerdict:
+def _raised(case: _Case, raised: tuple[int, ...]) -> RecipeVerdict:
+    surfaces = _classify(case.names, case.executions[0], exclude=frozenset(raised))
+    text = f"{case.recipe_id}: the replay raised on {case.who(raised)} (see the log there)"
+    return replace(_inconclusive(case, surfaces, text, raised), raised=True)
+
+
+def _all_repeat(case: _Case, surfaces: Mapping[str, C3Result]) -> RecipeVerdict:
     """Every peer repeated itself: differences between peers are real, and a strict majority says whose."""
-    divergent = [result for result in surfaces.values() if result.status is not C3Status.AGREE]
+    divergent = {name: result for name, result in surfaces.items() if result.status is not C3Status.AGREE}
     if not divergent:
-        return RecipeVerdict(recipe_id=recipe_id, status=C3Status.AGREE, surfaces=surfaces, qualified=True)
-    bitmap = _union([result.bitmap for result in divergent])
-    attributed = all(result.status is C3Status.ATTRIBUTED for result in divergent) and sum(bitmap) * 2 < len(bitmap)
+        return RecipeVerdict(
+            recipe_id=case.recipe_id, status=C3Status.AGREE, surfaces=surfaces, qualified=True, repeats=case.repeats
+        )
+    if case.lacking and not _explained(divergent):
+        return replace(_inconclusive(case, surfaces, None), more=case.lacking)
+    bitmap = _union([result.bitmap for result in divergent.values()])
+    attributed = all(r.status is C3Status.ATTRIBUTED for r in divergent.values()) and sum(bitmap) * 2 < len(bitmap)
+    text = None if attributed else f"{case.recipe_id}: {_why_unattributed(list(divergent.values()))}"
     return RecipeVerdict(
-        recipe_id=recipe_id,
+        recipe_id=case.recipe_id,
         status=C3Status.ATTRIBUTED if attributed else C3Status.INCONCLUSIVE,
         surfaces=surfaces,
         bitmap=bitmap if attributed else (False,) * len(bitmap),
         basis="majority" if attributed else "none",
         persistence="persistent",
-        reason=None if attributed else f"{recipe_id}: {_why_unattributed(divergent)}",
+        reason=text,
         qualified=True,
+        repeats=case.repeats,
     )
 
 
-def _one_varies(
-    recipe_id: str,
-    names: Sequence[str],
-    executions: Sequence[Sequence[Observation]],
-    suspect: int,
-    qualified: bool,
-    earlier_offenders: frozenset[int],
-) -> RecipeVerdict:
+def _explained(divergent: Mapping[str, C3Result]) -> bool:
+    """Whether what stood before the execution differs on every peer whose results do: then chance made none of it."""
+    before = _union([(False,), *(_apart(r) for name, r in divergent.items() if name not in EXECUTED)])
+    after = _union([(False,), *(_apart(r) for name, r in divergent.items() if name in EXECUTED)])
+    return all(p < len(before) and before[p] for p, apart in enumerate(after) if apart)
+
+
+def _apart(result: C3Result) -> tuple[bool, ...]:
+    """The blamed peers; every peer where no majority blames any."""
+    return result.bitmap if any(result.bitmap) else (True,) * len(result.bitmap)
+
+
+def _one_varies(case: _Case, suspect: int) -> RecipeVerdict:
     """One peer contradicts itself; the others repeat themselves, which they must also do with one another."""
-    peers = len(executions[0])
-    surfaces = _classify(names, executions[_most_divergent(executions, suspect)])
-    others = {run[p].words for run in executions for p in range(peers) if p != suspect}
+    executions = case.executions
+    surfaces = _classify(case.names, executions[_most_divergent(executions, suspect)])
+    others = {run[p].words for run in executions for p in range(case.peers) if p != suspect}
+    who = case.who([suspect])
     if len(others) > 1:
-        text = f"{recipe_id}: peer {suspect} does not repeat itself and the others do not agree either"
-        return RecipeVerdict(
-            recipe_id=recipe_id, status=C3Status.INCONCLUSIVE, surfaces=surfaces, reason=text, qualified=qualified
-        )
-    if earlier_offenders - {suspect}:
-        return _nondeterministic(recipe_id, surfaces, [suspect, *earlier_offenders], executions)
-    if not qualified and len(executions) < 2 + SELF_ROUNDS:
-        return RecipeVerdict(
-            recipe_id=recipe_id, status=C3Status.INCONCLUSIVE, surfaces=surfaces, more=2 + SELF_ROUNDS - len(executions)
-        )
-    if not qualified and len({run[suspect].words for run in executions[2:]}) < 2:
-        text = f"{recipe_id}: peer {suspect} once did not repeat itself before the recipe was qualified"
-        return RecipeVerdict(recipe_id=recipe_id, status=C3Status.INCONCLUSIVE, surfaces=surfaces, reason=text)
+        text = f"{case.recipe_id}: {who} does not repeat itself and the others do not agree either"
+        return _inconclusive(case, surfaces, text, (suspect,))
+    if case.earlier_offenders - {suspect}:
+        return _nondeterministic(case, surfaces, [suspect, *case.earlier_offenders])
+    if case.lacking:
+        return replace(_inconclusive(case, surfaces, None), more=case.lacking)
+    if not case.qualified and len({run[suspect].words for run in executions[1:]}) < 2:
+        text = f"{case.recipe_id}: the very first execution on {who} differed from all later ones, as warming up can"
+        return _inconclusive(case, surfaces, text, (suspect,))
     expected = next(iter(others))
     recurs = all(run[suspect].words != expected for run in executions)
-    bitmap = tuple(p == suspect for p in range(peers))
+    bitmap = tuple(p == suspect for p in range(case.peers))
     return RecipeVerdict(
-        recipe_id=recipe_id,
+        recipe_id=case.recipe_id,
         status=C3Status.ATTRIBUTED,
         surfaces={name: _blame(result, bitmap) for name, result in surfaces.items()},
         bitmap=bitmap,
         basis="self",
         persistence="persistent" if recurs else "intermittent",
-        qualified=qualified,
+        qualified=case.qualified,
+        repeats=case.repeats,
     )
 
 
-def _nondeterministic(
-    recipe_id: str, surfaces: Mapping[str, C3Result], varied: Sequence[int], executions: Sequence[Sequence[Observation]]
+def _inconclusive(
+    case: _Case, surfaces: Mapping[str, C3Result], reason: str | None, apart: tuple[int, ...] = ()
 ) -> RecipeVerdict:
-    known = "an operation without a deterministic kernel; " if _warned(executions) else ""
-    positions = ", ".join(map(str, sorted(set(varied))))
     return RecipeVerdict(
-        recipe_id=recipe_id,
+        recipe_id=case.recipe_id,
         status=C3Status.INCONCLUSIVE,
         surfaces=surfaces,
-        reason=f"{recipe_id}: {known}the replay does not repeat itself bit for bit on peers {positions}",
-        nondeterministic=True,
+        reason=reason,
+        qualified=case.qualified,
+        apart=apart,
     )
+
+
+def _nondeterministic(case: _Case, surfaces: Mapping[str, C3Result], varied: Sequence[int]) -> RecipeVerdict:
+    known = "an operation without a deterministic kernel; " if _warned(case.executions) else ""
+    who = case.who(sorted(set(varied)))
+    text = f"{case.recipe_id}: {known}the replay does not repeat itself bit for bit on {who}"
+    return replace(_inconclusive(case, surfaces, text), qualified=False, nondeterministic=True)
 
 
 def _classify(
@@ -197,7 +269,7 @@ def _blame(result: C3Result, bitmap: tuple[bool, ...]) -> C3Result:
 
 
 def _union(bitmaps: Sequence[tuple[bool, ...]]) -> tuple[bool, ...]:
-    return tuple(any(column) for column in zip(*bitmaps, strict=True))
+    return tuple(any(column) for column in zip_longest(*bitmaps, fillvalue=False))
 
 
 def _why_unattributed(divergent: Sequence[C3Result]) -> str:

@@ -96,7 +96,7 @@ class Workbench:
         }
         signed = batch.add(
             list(tensors.values()),
-            elapsed=done.elapsed if done else None,
+            elapsed=done.stopwatch.read if done else None,
             local=invocation.finite,
             replayed=[*done.outputs, *done.input_gradients] if done else [],
             nondeterministic_op=recipe.recipe_id in self._lenient and self._strict,

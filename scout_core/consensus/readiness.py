@@ -134,7 +134,7 @@ def _judge_slot(name: str, slot: Mapping[str, Sequence[int]], ranks: Sequence[in
     for state, text in _STATE_MESSAGES.items():
         apart = tuple(rank for rank, said in zip(ranks, states, strict=True) if said == state)
         if apart:
-            who = "every rank" if len(apart) == len(ranks) else _name_ranks(apart)
+            who = "every rank" if len(apart) == len(ranks) else name_ranks(apart)
             return Reason(recipe=name, field="readiness", ranks=apart, message=f"{name}: {who} {text}")
     for field in ("identity", "capture_step", "structure", "shape"):
         if len(set(slot[field])) > 1:
@@ -153,15 +153,16 @@ def _differs(recipe: str, field: str, column: Sequence[int], ranks: Sequence[int
         apart = tuple(rank for rank, said in zip(ranks, column, strict=True) if said != value)
         detail = ", ".join(str(said) for said in sorted({s for s in column if s != value})) if readable else ""
         tail = f" ({detail} against {value})" if readable else ""
-        message = f"{recipe}: {field} differs on {_name_ranks(apart)}{tail}"
+        message = f"{recipe}: {field} differs on {name_ranks(apart)}{tail}"
     else:
         apart = tuple(ranks)
-        shown = "; ".join(_name_ranks(members) for members in groups.values())
+        shown = "; ".join(name_ranks(members) for members in groups.values())
         message = f"{recipe}: {field} differs and no majority agrees: {shown}"
     return Reason(recipe=recipe, field=field, ranks=apart, message=message)
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 

@@ -85,7 +85,10 @@ def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -
 
 
 def _corruption_kind(result: ReplayResult, verdict: RecipeVerdict) -> FaultKind:
-    """Divergence rather than corruption: every replica is different, or most elements of a state tensor are."""
+    """Divergence rather than corruption: every replica is different, most elements of a state tensor are, or the
+    optimizer was set up differently, which a flipped bit in a Python number hardly ever explains."""
+    if verdict.first_surface == "hyperparameters":
+        return FaultKind.REPLICA_DIVERGENCE
     surface = verdict.surfaces.get(verdict.first_surface or "")
     peers = len(result.peer_ranks)
     if surface is not None and peers > 2 and len(set(surface.evidence)) == peers:

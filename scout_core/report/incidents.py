@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -13,10 +13,13 @@ from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 Key = tuple[FaultKind, tuple[int, ...], str | None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Open:
+    """`surfaces` are those on which it was seen and that have not been clean since."""
+
     incident_id: str
     first_seen_step: int | None
+    surfaces: set[str] = field(default_factory=set)
 
 
 class IncidentBook:
@@ -26,28 +29,44 @@ class IncidentBook:
         self._open: dict[Key, _Open] = {}
 
     def assign(self, reports: list[SCOUTFaultReport], result: ReplayResult) -> list[SCOUTFaultReport]:
-        """`reports` with incident ids and first steps; incidents whose surface is clean in `result` are closed."""
-        for key in [key for key in self._open if self._is_over(key, result)]:
-            del self._open[key]
+        """`reports` with incident ids and first steps.
+
+        A fault of a rank is one incident whichever of its surfaces this check happened to cover; it is over once every
+        surface on which it showed has been found clean. Incidents that `result` shows to be over are closed first.
+        """
+        for key, incident in list(self._open.items()):
+            incident.surfaces -= {name for name in incident.surfaces if _clean(name, result)}
+            if _is_over(key, incident, result):
+                del self._open[key]
         assigned = []
         for report in reports:
-            key = (report.kind, report.ranks, report.surface)
-            opened = self._open.setdefault(
-                key, _Open(incident_id=_incident_id(report, result), first_seen_step=report.first_seen_step)
+            incident = self._open.setdefault(
+                _key(report),
+                _Open(incident_id=_incident_id(report, result), first_seen_step=report.first_seen_step),
             )
-            update = {"incident_id": opened.incident_id, "first_seen_step": opened.first_seen_step}
+            incident.surfaces |= {name for name in (report.surface, *report.evidence.get("also", ())) if name}
+            update = {"incident_id": incident.incident_id, "first_seen_step": incident.first_seen_step}
             assigned.append(report.model_copy(update=update))
         return assigned
 
-    @staticmethod
-    def _is_over(key: Key, result: ReplayResult) -> bool:
-        kind, ranks, surface = key
-        if kind is FaultKind.NUMERIC:
-            return not result.nonfinite
-        if kind is FaultKind.COMPUTE_STRAGGLER:
-            return not set(ranks) & set(result.straggler_ranks)
-        found = result.c3_results.get(surface or "")
-        return found is not None and found.status is C3Status.AGREE
+
+def _key(report: SCOUTFaultReport) -> Key:
+    """A named rank's fault is one thing; where nobody is named, each surface is."""
+    return report.kind, report.ranks, None if report.ranks else report.surface
+
+
+def _is_over(key: Key, incident: _Open, result: ReplayResult) -> bool:
+    kind, ranks, _ = key
+    if kind is FaultKind.NUMERIC:
+        return not result.nonfinite
+    if kind is FaultKind.COMPUTE_STRAGGLER:
+        return not set(ranks) & set(result.straggler_ranks)
+    return not incident.surfaces
+
+
+def _clean(surface: str, result: ReplayResult) -> bool:
+    found = result.c3_results.get(surface)
+    return found is not None and found.status is C3Status.AGREE
 
 
 def _incident_id(report: SCOUTFaultReport, result: ReplayResult) -> str:

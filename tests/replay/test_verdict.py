@@ -12,6 +12,7 @@ from scout_core.replay.evidence import SURFACES, Flags, Observation
 from scout_core.replay.verdict import EXECUTED, PROOF_EXECUTIONS, RecipeVerdict, judge_recipe
 
 HIDDEN = SURFACES["hidden"]
+QUIET = Flags()
 GOOD = tuple(range(1, len(HIDDEN) + 1))
 
 
@@ -19,7 +20,7 @@ def words(**changed: int) -> tuple[int, ...]:
     return tuple(changed.get(name, word) for name, word in zip(HIDDEN, GOOD, strict=True))
 
 
-def run(peers: int = 4, flags: Flags = Flags(), **odd) -> list[Observation]:
+def run(peers: int = 4, flags: Flags = QUIET, **odd) -> list[Observation]:
     """One execution: `odd` maps `p2` to that peer's words."""
     return [Observation(words=odd.get(f"p{p}", GOOD), flags=flags) for p in range(peers)]
 
@@ -223,7 +224,9 @@ def simulate(rate: float, seed: int, *, checks: int, peers: int, values: int) ->
         more = 1 if known["qualified"] else 2
         while more:
             for _ in range(more):
-                seen = [words(output=-chance.randrange(values)) if chance.random() < rate else GOOD for _ in range(peers)]
+                seen = [
+                    words(output=-chance.randrange(values)) if chance.random() < rate else GOOD for _ in range(peers)
+                ]
                 executions.append([Observation(words=w) for w in seen])
             verdict = judge(executions, earlier_offenders=frozenset(offenders), **known)
             more = verdict.more

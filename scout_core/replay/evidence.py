@@ -113,8 +113,8 @@ class EvidenceBatch:
         """
         signed = tuple(word if isinstance(word, int) else self._sign(word) for word in surfaces)
         local_flags = self._raise_flags(local)
-        replay_flags = self._raise_flags([all_finite(t) for t in replayed if t is not None])
-        state_flags = self._raise_flags([all_finite(t) for t in state if t is not None])
+        replay_flags = self._raise_flags(all_finite(replayed))
+        state_flags = self._raise_flags(all_finite(state))
 
         def observation() -> Observation:
             return Observation(

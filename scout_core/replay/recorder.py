@@ -174,9 +174,9 @@ class Recorder:
         prepared.state = [_cut(tensors, piece) for piece in pieces]
         return RecipeContract(
             readiness=Readiness.READY,
-            identity=structure_signature([(surface, name, tuple(t.shape)) for surface, name, t in tensors]),
+            identity=structure_signature(",".join(f"{surface}/{name}" for surface, name, _ in tensors)),
             capture_step=plan.step,
-            structure=structure_signature([str(t.dtype) for _, _, t in tensors]),
+            structure=structure_signature([str(t.dtype) for _, _, t in prepared.state]),
             shape=structure_signature([(piece.index, piece.start, piece.stop) for piece in pieces]),
         )
 

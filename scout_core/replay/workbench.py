@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from scout_core.adapter import FrameworkAdapter
 from scout_core.consensus.structure import structure_signature
+from scout_core.replay.attention import DeterministicAttention
 from scout_core.replay.evidence import SURFACES, EvidenceBatch, Signed
 from scout_core.replay.execute import Execution, Received, execute
 from scout_core.replay.guard import attempt
@@ -169,7 +170,8 @@ class Workbench:
     @contextmanager
     def _kernels(self, recipe: Recipe) -> Iterator[None]:
         strict = self._strict and recipe.recipe_id not in self._lenient
-        with deterministic_kernels(enabled=self._deterministic, strict=strict):
+        attention = DeterministicAttention() if self._deterministic and not strict else nullcontext()
+        with deterministic_kernels(enabled=self._deterministic, strict=strict), attention:
             yield
 
 

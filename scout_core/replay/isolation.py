@@ -152,7 +152,11 @@ NO_TIME = Elapsed(wall_us=0, wait_us=0)
 
 
 class Stopwatch:
-    """Times work on a device: CUDA events where it is a GPU, the monotonic clock and the run-queue delay elsewhere."""
+    """Times work on a device: CUDA events where it is a GPU, the monotonic clock and the run-queue delay elsewhere.
+
+    A thread is often taken off its core between two readings, and a wait counted outside the wall time could exceed
+    it. So the delay is read on the outside, and never counts for more than the time in which the thread did not run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -163,22 +167,23 @@ class Stopwatch:
         if self._cuda:
             self._events[0].record()
         else:
-            self._start = (time.perf_counter_ns(), run_queue_delay_ns())
+            wait = run_queue_delay_ns()
+            self._start = (time.perf_counter_ns(), time.thread_time_ns(), wait)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._cuda:
             self._events[1].record()
         else:
-            self._stop = (time.perf_counter_ns(), run_queue_delay_ns())
+            self._stop = (time.perf_counter_ns(), time.thread_time_ns(), run_queue_delay_ns())
 
     def read(self) -> Elapsed:
         """The result; on a GPU this waits for the work to end."""
         if self._cuda:
             self._events[1].synchronize()
             return Elapsed(wall_us=round(self._events[0].elapsed_time(self._events[1]) * 1e3), wait_us=0)
-        wall, wait = (stop - start for start, stop in zip(self._start, self._stop, strict=True))
-        return Elapsed(wall_us=wall // 1000, wait_us=wait // 1000)
+        wall, ran, wait = (stop - start for start, stop in zip(self._start, self._stop, strict=True))
+        return Elapsed(wall_us=wall // 1000, wait_us=max(min(wait, wall - ran), 0) // 1000)
 
 
 def run_queue_delay_ns() -> int:

@@ -159,7 +159,7 @@ def _numeric(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
 
 def _straggler(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
     ranks = result.straggler_ranks
-    recipes = {key: list(result.times_ms[key]) for key in result.straggler_recipes if key in result.times_ms}
+    recipes = {key: _times(result, key) for key in result.straggler_recipes}
     return SCOUTFaultReport(
         kind=FaultKind.COMPUTE_STRAGGLER,
         severity="warning",
@@ -176,6 +176,12 @@ def _straggler(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
         recommended_action="observe",
         message=f"{_ranks(ranks)}: slower than its peers at the same replayed work, in every confirmation round",
     )
+
+
+def _times(result: ReplayResult, recipe: str) -> list[float]:
+    """Times by peer of a recipe, or of the layer whose turn it was for all layers taken together (`hidden`)."""
+    keys = [key for key in result.times_ms if key == recipe or key.startswith(f"{recipe}:")]
+    return list(result.times_ms[keys[0]]) if keys else []
 
 
 def _nondeterministic(result: ReplayResult, verdict: RecipeVerdict) -> SCOUTFaultReport:

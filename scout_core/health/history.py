@@ -36,6 +36,8 @@ def advance(track: CounterTrack | None, value: int, time_s: float, window_s: flo
     bucket = int(time_s / window_s * _BUCKETS)
     if track is None:
         return CounterTrack(last=value)
+    if value == track.last and track.low is None and (not track.recent or bucket - track.recent[0][0] < _BUCKETS):
+        return track
     recent = tuple(item for item in track.recent if bucket - item[0] < _BUCKETS)
     if value < track.last and track.low is None:
         return CounterTrack(last=track.last, total=track.total, low=value, recent=recent)
@@ -62,8 +64,8 @@ def counter_parts(reading: HealthReading) -> dict[str, int]:
     return {name: value for name, item in raw.items() if (value := counter_value(item)) is not None}
 
 
-CounterKey = tuple[str, str, str]
-"""Source, metric, part."""
+CounterTracks = Mapping[tuple[str, str], Mapping[str, CounterTrack]]
+"""By (source, metric), and then by part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ class DeviceHistory:
     newest XID taken. `xid_told`: per code, when it was last seen, so that a storm is told once.
     """
 
-    counters: Mapping[CounterKey, CounterTrack] = field(default_factory=dict)
+    counters: CounterTracks = field(default_factory=dict)
     streaks: Mapping[str, int] = field(default_factory=dict)
     active: Mapping[str, HealthEvent] = field(default_factory=dict)
     latched: frozenset[str] = frozenset()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,8 @@ class KernelLogReader:
         self._log = KernelLog()
         self._rest = b""
         self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(self._fd, 0, os.SEEK_END)
+        if not stat.S_ISFIFO(os.fstat(self._fd).st_mode):
+            os.lseek(self._fd, 0, os.SEEK_END)
         self._regular = self.path.is_file()
 
     def read(self) -> list[KernelFinding]:

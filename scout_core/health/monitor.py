@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 EventCallback = Callable[[HealthEvent], None]
 _MOST_DEVICES = 1024
 """Devices remembered per source; names beyond that are ignored."""
-_JOIN_S = 0.4
+_JOIN_S = 0.2
 """How long `close()` waits for a thread that is inside a source or a callback; it must end within 1 s."""
 
 

@@ -115,25 +115,35 @@ class NvmlSource:
 
     def _read_device(self) -> list[HealthReading]:
         readings = self._fixed_readings()
-        answers: list[tuple[Query, Answer]] = [(query, self._ask(query)) for query in POLLED]
+        shared: dict[tuple[str, ...], Answer] = {}
+        answers: list[tuple[Query, Answer]] = [(query, self._ask(query, shared)) for query in POLLED]
         readings += [self._reading(query.metric, answer, query) for query, answer in answers]
         readings += self._field_readings() + self._struct_readings()
         if self._links is not None:
             readings += self._links.read()
         return [self._judge_presence(answers, readings), *readings]
 
-    def _ask(self, query: Query) -> Answer:
+    def _ask(self, query: Query, shared: dict[tuple[str, ...], Answer] | None = None) -> Answer:
+        """One query; those that read different items of the same call share it through `shared`."""
+        key = (query.function, *query.constants)
+        answer = shared.get(key) if shared is not None else None
+        if answer is None:
+            answer = self._call(query)
+            if shared is not None:
+                shared[key] = answer
+        if not answer.ok or query.item is None:
+            return answer
+        item = query.item
+        return replace(answer, value=getattr(answer.value, item) if isinstance(item, str) else answer.value[item])
+
+    def _call(self, query: Query) -> Answer:
         constants = [self._nvml.constant(name) for name in query.constants]
         if any(constant is None for constant in constants):
             return Answer(status=ReadingStatus.UNSUPPORTED, reason=f"this pynvml lacks {query.constants}")
         answer = self._nvml.ask(query.function, self._handle, *constants)
         if query.otherwise is not None and answer.status is ReadingStatus.UNSUPPORTED:
             answer = self._nvml.ask(query.otherwise, self._handle, *constants)
-        if not answer.ok or query.item is None:
-            return answer
-        item = query.item
-        value = getattr(answer.value, item) if isinstance(item, str) else answer.value[item]
-        return replace(answer, value=value)
+        return answer
 
     def _reading(self, metric: str, answer: Answer, query: Query | None = None) -> HealthReading:
         limit = self._fixed.get(query.limit) if query is not None and query.limit else None

@@ -25,6 +25,16 @@ _UNSUPPORTED_NAMES = (
     "NVML_ERROR_ARGUMENT_VERSION_MISMATCH",
     "NVML_ERROR_DEPRECATED",
 )
+# nvmlValueType_t -> member of nvmlValue_t, from nvml.h.
+_VALUE_MEMBERS = {
+    "NVML_VALUE_TYPE_DOUBLE": "dVal",
+    "NVML_VALUE_TYPE_UNSIGNED_INT": "uiVal",
+    "NVML_VALUE_TYPE_UNSIGNED_LONG": "ulVal",
+    "NVML_VALUE_TYPE_UNSIGNED_LONG_LONG": "ullVal",
+    "NVML_VALUE_TYPE_SIGNED_LONG_LONG": "sllVal",
+    "NVML_VALUE_TYPE_SIGNED_INT": "siVal",
+    "NVML_VALUE_TYPE_UNSIGNED_SHORT": "usVal",
+}
 _LOST_NAMES = ("NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED")
 
 
@@ -65,6 +75,7 @@ class NvmlApi:
         self._opened = False
         self._unsupported: frozenset[int] = frozenset()
         self._lost: frozenset[int] = frozenset()
+        self._members: dict[int, str] = {}
 
     @property
     def module(self) -> Any:
@@ -82,6 +93,8 @@ class NvmlApi:
         module = self.module
         self._unsupported = self._codes(_UNSUPPORTED_NAMES)
         self._lost = self._codes(_LOST_NAMES)
+        types = {name: getattr(module, name, None) for name in _VALUE_MEMBERS}
+        self._members = {value: _VALUE_MEMBERS[name] for name, value in types.items() if value is not None}
         try:
             module.nvmlInit()
         except module.NVMLError as error:
@@ -137,30 +150,10 @@ class NvmlApi:
     def _field(self, item: Any) -> Answer:
         if item.nvmlReturn != 0:
             return self._refusal(item.nvmlReturn, str(self.module.NVMLError(item.nvmlReturn)))
-        value = _field_value(self.module, item)
-        if value is None:
+        member = self._members.get(item.valueType)
+        if member is None:
             return Answer(status=ReadingStatus.UNSUPPORTED, reason=f"unknown value type {item.valueType}")
-        return Answer(status=ReadingStatus.OK, value=value)
-
-
-# nvmlValueType_t -> member of nvmlValue_t, from nvml.h.
-_VALUE_MEMBERS = {
-    "NVML_VALUE_TYPE_DOUBLE": "dVal",
-    "NVML_VALUE_TYPE_UNSIGNED_INT": "uiVal",
-    "NVML_VALUE_TYPE_UNSIGNED_LONG": "ulVal",
-    "NVML_VALUE_TYPE_UNSIGNED_LONG_LONG": "ullVal",
-    "NVML_VALUE_TYPE_SIGNED_LONG_LONG": "sllVal",
-    "NVML_VALUE_TYPE_SIGNED_INT": "siVal",
-    "NVML_VALUE_TYPE_UNSIGNED_SHORT": "usVal",
-}
-
-
-def _field_value(module: Any, item: Any) -> float | int | None:
-    for name, member in _VALUE_MEMBERS.items():
-        if getattr(module, name, None) == item.valueType:
-            value: float | int = getattr(item.value, member)
-            return value
-    return None
+        return Answer(status=ReadingStatus.OK, value=getattr(item.value, member))
 
 
 def _text(value: Any) -> Any:

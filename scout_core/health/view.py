@@ -73,9 +73,11 @@ class View:
         reading = self.ok(metric)
         if reading is None:
             return
-        for part, value in counter_parts(reading).items():
-            key = (self.sample.source, metric, part)
-            self.counters[key] = advance(self.counters.get(key), value, self.sample.time_s, self.config.window_s)
+        key = (self.sample.source, metric)
+        old = self.counters.get(key, {})
+        time_s, window_s = self.sample.time_s, self.config.window_s
+        new = {part: advance(old.get(part), v, time_s, window_s) for part, v in counter_parts(reading).items()}
+        self.counters[key] = {**old, **new}
 
     def ok(self, metric: str) -> HealthReading | None:
         return self._readings.get(metric)
@@ -99,9 +101,8 @@ class View:
         reading = self.ok(metric)
         return bool(reading.value) if reading is not None and reading.value in (0, 1) else None
 
-    def _tracks(self, metric: str) -> dict[str, CounterTrack]:
-        source = self.sample.source
-        return {key[2]: track for key, track in self.counters.items() if key[:2] == (source, metric)}
+    def _tracks(self, metric: str) -> Mapping[str, CounterTrack]:
+        return self.counters.get((self.sample.source, metric), {})
 
     def growth(self, metric: str) -> int:
         """Growth since the first poll; 0 when the counter does not answer now."""

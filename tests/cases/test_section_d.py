@@ -209,9 +209,7 @@ def test_d07_a_failed_row_remap_excludes_the_device_and_blocks_certification_sin
         (95, "fatal", HealthAction.EXCLUDE_UNTIL_RESET, "restart_excluding"),
     ],
 )
-def test_d08_each_xid_has_its_own_consequence(
-    code: int, severity: str, action: HealthAction, recommended: str
-) -> None:
+def test_d08_each_xid_has_its_own_consequence(code: int, severity: str, action: HealthAction, recommended: str) -> None:
     with Node([{}] * 4) as node:
         node.poll()
         node.nvml.emit_xid(2, code)
@@ -273,9 +271,7 @@ def test_d12_a_fabric_daemon_that_has_not_started_on_an_idle_node_is_no_alarm() 
 def test_d13_the_watched_card_follows_cuda_visible_devices(visible: str) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": visible}
     with Node([{}] * 4, sources=()) as whole:
-        ranks = [
-            NvmlSource.for_cuda_device(rank, rank=rank, module=whole.nvml, environ=environ) for rank in range(2)
-        ]
+        ranks = [NvmlSource.for_cuda_device(rank, rank=rank, module=whole.nvml, environ=environ) for rank in range(2)]
         with Node([], sources=ranks) as job:
             job.poll()
             whole.nvml.devices[1].temperature = 94
@@ -357,7 +353,9 @@ def test_d19_history_follows_the_hardware_not_the_rank(tmp_path: Path) -> None:
 def _fatal(device: str, identity: DeviceIdentity) -> HealthEvent:
     with Node([], sources=[LastXidGauge(1, None)]) as node:
         node.poll()
-        moved = HealthReading(device=device, metric=Metric.XID, value=79, occurred_s=node.clock.now_s, identity=identity)
+        moved = HealthReading(
+            device=device, metric=Metric.XID, value=79, occurred_s=node.clock.now_s, identity=identity
+        )
         gauge: Any = node.monitor._sources[0]
         gauge.reading = moved
         node.poll()
@@ -398,9 +396,7 @@ def test_b12_a_card_with_half_its_power_limit_warns_and_explains_a_slow_rank() -
     ("error", "expected"),
     [("UNKNOWN", Metric.TELEMETRY_LOST), ("NOT_SUPPORTED", Metric.TELEMETRY_LOST), ("GPU_IS_LOST", Metric.PRESENCE)],
 )
-def test_f08_an_nvml_error_at_the_start_is_a_report_and_not_an_exception(
-    where: str, error: str, expected: str
-) -> None:
+def test_f08_an_nvml_error_at_the_start_is_a_report_and_not_an_exception(where: str, error: str, expected: str) -> None:
     device: dict[str, Any] = {} if where == "init" else {"errors": {"nvmlDeviceGetHandleByIndex": error}}
     with Node([device], sources=()) as whole:
         whole.nvml.init_error = error if where == "init" else None

@@ -7,6 +7,7 @@ into one 64-bit word per surface.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class EvidenceBatch:
         `surfaces[i]` is the tensors of the i-th surface, or its ready-made word. `local` holds bool scalars made while
         capturing; `replayed` and `state` hold tensors whose values must be finite. Queues work, waits for none.
         """
-        signed = tuple(word if isinstance(word, int) else self._sign(word) for word in surfaces)
+        signed = self._sign(surfaces)
         local_flags = self._raise_flags(local)
         replay_flags = self._raise_flags(all_finite(replayed))
         state_flags = self._raise_flags(all_finite(state))
@@ -141,15 +142,20 @@ class EvidenceBatch:
         """One signature per tensor, after `resolve`."""
         return [None if place is None else self._values[place[0]][place[1]] for place in signed.places]
 
-    def _sign(self, tensors: Sequence[torch.Tensor | None]) -> Signed:
-        places: list[tuple[str, int] | None] = [None] * len(tensors)
-        present = [(index, tensor) for index, tensor in enumerate(tensors) if tensor is not None]
-        for kind in sorted({tensor.device.type for _, tensor in present}):
-            chosen = [(index, tensor) for index, tensor in present if tensor.device.type == kind]
+    def _sign(self, surfaces: Sequence[Sequence[torch.Tensor | None] | int]) -> tuple[Signed | int, ...]:
+        """Sign all tensors of all surfaces, one call per kind of device; ready-made words pass."""
+        flat = [tensor for surface in surfaces if not isinstance(surface, int) for tensor in surface]
+        places: list[tuple[str, int] | None] = [None] * len(flat)
+        for kind in sorted({tensor.device.type for tensor in flat if tensor is not None}):
+            chosen = [(i, t) for i, t in enumerate(flat) if t is not None and t.device.type == kind]
             start = self._push(signatures([tensor for _, tensor in chosen]))
             for offset, (index, _) in enumerate(chosen):
                 places[index] = (kind, start + offset)
-        return Signed(places=tuple(places))
+        remaining = iter(places)
+        return tuple(
+            surface if isinstance(surface, int) else Signed(places=tuple(itertools.islice(remaining, len(surface))))
+            for surface in surfaces
+        )
 
     def _raise_flags(self, flags: Sequence[torch.Tensor]) -> Signed:
         places = [(flag.device.type, self._push(flag.reshape(1).to(torch.int64))) for flag in flags]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from scout_core.config import ReplayHarnessConfig
 
@@ -92,20 +94,21 @@ class Piece:
 def window(sizes: Sequence[tuple[int, int]], ordinal: int, budget_bytes: int) -> list[Piece]:
     """The `ordinal`-th window over tensors of `(elements, bytes per element)`, wrapping around, no element twice.
 
-    Consecutive windows cover everything before anything is covered twice.
+    Consecutive windows cover everything before anything is covered twice. O(tensors) additions, then O(window).
     """
-    total = sum(count * width for count, width in sizes)
+    ends = list(accumulate(count * width for count, width in sizes))
+    total = ends[-1] if ends else 0
     if total <= budget_bytes:
         return [Piece(index=i, start=0, stop=count) for i, (count, _) in enumerate(sizes) if count]
     begin = ordinal * budget_bytes % total
     spans = [(begin, min(begin + budget_bytes, total)), (0, max(begin + budget_bytes - total, 0))]
     pieces: list[Piece] = []
     for low, high in spans:
-        offset = 0
-        for index, (count, width) in enumerate(sizes):
-            start = max(low - offset, 0) // width
-            stop = min(-(-max(high - offset, 0) // width), count)
+        index = bisect_right(ends, low)
+        while index < len(sizes) and (offset := ends[index] - sizes[index][0] * sizes[index][1]) < high:
+            count, width = sizes[index]
+            start, stop = max(low - offset, 0) // width, min(-(-(high - offset) // width), count)
             if start < stop:
                 pieces.append(Piece(index=index, start=start, stop=stop))
-            offset += count * width
+            index += 1
     return pieces

@@ -91,11 +91,12 @@ class FrameworkAdapter(ABC):
         """The modules to replay on this rank."""
 
     @abstractmethod
-    def on_boundary(self, before_update: Callable[[], None], boundary: Callable[[bool], None]) -> None:
+    def on_boundary(self, before_update: Callable[[], None], boundary: Callable[[Callable[[], bool]], None]) -> None:
         """Subscribe to optimizer steps.
 
         `before_update()` is called when the effective gradients are final and nothing is updated yet;
-        `boundary(applied)` once after each optimizer step, with False when the framework skipped the update.
+        `boundary(applied)` once after each optimizer step. `applied()` is False when the update was skipped on every
+        rank alike; it is asked at steps that check only, since the answer may wait for the device.
         """
 
     @abstractmethod

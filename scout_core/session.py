@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scout_core.adapter import FrameworkAdapter
-from scout_core.config import ScoutConfig
+from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
+from scout_core.consensus.readiness import name_ranks
 from scout_core.manager_api import OrchestrationHooks
 from scout_core.peers import PeerGroup, build_peer_group
 from scout_core.pytorch import PyTorchAdapter
@@ -48,8 +49,8 @@ def attach(
     group over this rank's peers and gathers their host names on it. `overrides` are fields of `ScoutConfig` or
     `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter` is for framework plugins.
 
-    Raises `ConfigError` for a configuration that cannot be used, before training starts. Nothing that happens later is
-    raised into training.
+    Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts.
+    Nothing that happens later is raised into training.
     """
     settings = ScoutConfig.build(config, **overrides)
     if adapter is None:
@@ -78,7 +79,7 @@ class Scout:
         surfaces = adapter.surfaces()
         layout = adapter.layout()
         self._peers = build_peer_group(layout.peers, layout.data_group, config.replay.readiness_timeout_s)
-        self._places = _places(self._peers)
+        self._places = _places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
         self._available = _available(surfaces)
         self._recorder = Recorder(adapter, surfaces, config.replay)
@@ -103,6 +104,7 @@ class Scout:
         self._manual_checks += 1
         plan = plan_all(self.step_count, self._manual_checks, self.config.replay, self._layers, self._available)
         result = self._check(plan)
+        self._arm_next()  # the check took the hooks off that the coming step may be due to have
         if result is None:
             raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         return result
@@ -127,12 +129,15 @@ class Scout:
         if self.active and self._plan is not None and "optimizer" in self._plan.classes:
             self._recorder.capture_slice(self._plan)
 
-    def _boundary(self, applied: bool) -> None:
-        """After each optimizer step: run the check that is due, then arm the modules due after the next step."""
+    def _boundary(self, applied: Callable[[], bool]) -> None:
+        """After each optimizer step: run the check that is due, then arm the modules due after the next step.
+
+        A check whose update was skipped is left out: gradients that overflowed are no fault and no state changed.
+        """
         if not self.active:
             return
         self.step_count += 1
-        if self._plan is not None:
+        if self._plan is not None and applied():
             self._check(self._plan)
         self._arm_next()
 
@@ -193,15 +198,25 @@ def _available(surfaces: Any) -> tuple[str, ...]:
     return tuple(name for name, found in present.items() if found)
 
 
-def _places(peers: PeerGroup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Host name and device of every peer, by position. Every peer calls; one object gather, at attach only."""
+def _places(peers: PeerGroup, config: ReplayHarnessConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Host name and device of every peer, by position. Every peer calls; one object gather, at attach only.
+
+    Raises `ConfigError` on every peer when they were configured differently: their checks would never meet.
+    """
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    own = (socket.gethostname(), device)
+    own = (socket.gethostname(), device, config.model_dump())
     if peers.control is None:
         return (own[0],), (own[1],)
     gathered: list[Any] = [None] * peers.size
     dist.all_gather_object(gathered, own, group=peers.control)
-    return tuple(host for host, _ in gathered), tuple(device for _, device in gathered)
+    for name in ReplayHarnessConfig.model_fields:
+        said: dict[str, list[int]] = {}
+        for rank, (_, _, values) in zip(peers.ranks, gathered, strict=True):
+            said.setdefault(repr(values[name]), []).append(rank)
+        if len(said) > 1:
+            groups = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in said.items())
+            raise ConfigError(f"{name} must be the same on all ranks, but it is {groups}")
+    return tuple(host for host, _, _ in gathered), tuple(device for _, device, _ in gathered)
 
 
 def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:

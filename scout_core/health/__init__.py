@@ -5,7 +5,14 @@ from scout_core.health.classify import Judgement, classify
 from scout_core.health.config import HealthConfig
 from scout_core.health.fault_history import FaultHistory
 from scout_core.health.history import HealthHistory
-from scout_core.health.identity import IdentityError, Selector, parse_visible_devices, resolve
+from scout_core.health.identity import (
+    IdentityError,
+    Selector,
+    host_identities,
+    parse_visible_devices,
+    rank_identity,
+    resolve,
+)
 from scout_core.health.identity_map import IdentityMap
 from scout_core.health.monitor import HardwareHealthMonitor
 from scout_core.health.nvml import NvmlSource
@@ -43,7 +50,9 @@ __all__ = [
     "Selector",
     "XidSource",
     "classify",
+    "host_identities",
     "parse_visible_devices",
+    "rank_identity",
     "resolve",
     "slowdown_cause",
 ]

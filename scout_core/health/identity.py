@@ -6,11 +6,11 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scout_core.health.kmsg import normalize_pci
-from scout_core.health.nvml_api import NvmlApi
+from scout_core.health.nvml_api import NvmlApi, NvmlUnavailable
 from scout_core.health.types import DeviceIdentity
 
 
@@ -188,6 +188,50 @@ def describe(
 
 def _pci_text(bus_id: str | bytes) -> str:
     return normalize_pci(bus_id.decode() if isinstance(bus_id, bytes) else bus_id)
+
+
+def rank_identity(
+    rank: int, ordinal: int | None, *, module: Any = None, environ: Mapping[str, str] | None = None
+) -> DeviceIdentity:
+    """Who this rank's CUDA device is, for the job's `IdentityMap`. Never raises for NVML: the host is always known.
+
+    `ordinal` is the rank's CUDA device number in this process; None on a rank without a GPU.
+    """
+    bare = DeviceIdentity(host=socket.gethostname(), cuda_ordinal=ordinal, rank=rank)
+    if ordinal is None:
+        return bare
+    nvml = NvmlApi(module)
+    try:
+        nvml.open()
+        return replace(resolve(Selector(cuda_ordinal=ordinal), nvml, environ).identity, rank=rank)
+    except (NvmlUnavailable, IdentityError):
+        return bare
+    finally:
+        nvml.close()
+
+
+def host_identities(*, module: Any = None, environ: Mapping[str, str] | None = None) -> tuple[DeviceIdentity, ...]:
+    """All GPUs that NVML shows here, each with the CUDA ordinal it has in a process with this `environ`, if any.
+
+    Raises `NvmlUnavailable`. A device that does not answer is left out; it shows up in `scout health`.
+    """
+    nvml = NvmlApi(module)
+    nvml.open()
+    try:
+        ordinals: dict[int | None, int] = {}
+        uuids = all_uuids(nvml)
+        for ordinal in range(len(uuids)):
+            try:
+                ordinals.setdefault(resolve(Selector(cuda_ordinal=ordinal), nvml, environ).identity.nvml_index, ordinal)
+            except IdentityError:
+                break
+        return tuple(
+            describe(nvml, handle.value, index=index, ordinal=ordinals.get(index))
+            for index in uuids
+            if (handle := nvml.ask("nvmlDeviceGetHandleByIndex", index)).ok
+        )
+    finally:
+        nvml.close()
 
 
 def all_uuids(nvml: NvmlApi) -> dict[int, str]:

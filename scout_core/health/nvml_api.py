@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scout_core.health.types import ReadingStatus
@@ -40,12 +40,13 @@ _LOST_NAMES = ("NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What one NVML query gave. `value` is meaningful only when `status` is `ok`; `lost`: the driver says that the
-    device is gone or needs a reset."""
+    """What one NVML query gave. `value` is meaningful only when `status` is `ok`; `code` is NVML's return code;
+    `lost`: the driver says that the device is gone or needs a reset."""
 
     status: ReadingStatus
     value: Any = None
     reason: str = ""
+    code: int = 0
     lost: bool = False
 
     @property
@@ -127,7 +128,7 @@ class NvmlApi:
 
     def _refusal(self, code: int, text: str) -> Answer:
         status = ReadingStatus.UNSUPPORTED if code in self._unsupported else ReadingStatus.FAILED
-        return Answer(status=status, reason=text, lost=code in self._lost)
+        return Answer(status=status, reason=text, code=code, lost=code in self._lost)
 
     def ask_struct(self, function: str, struct: str, handle: Any) -> Answer:
         """Call a function that fills a caller's ctypes structure; the answer's value is the structure."""
@@ -136,7 +137,7 @@ class NvmlApi:
             return Answer(status=ReadingStatus.UNSUPPORTED, reason=f"this pynvml has no {struct}")
         record = make()
         answer = self.ask(function, handle, ctypes.byref(record))
-        return Answer(status=answer.status, value=record, reason=answer.reason, lost=answer.lost)
+        return replace(answer, value=record)
 
     def ask_fields(self, handle: Any, fields: Sequence[tuple[int, int]]) -> list[Answer]:
         """Read many (field id, scope) pairs in one driver call; each has its own answer."""

@@ -10,7 +10,7 @@ from typing import Any
 from scout_core.health.identity import describe
 from scout_core.health.kmsg import KernelFinding, KernelLogReader, normalize_pci
 from scout_core.health.nvml_api import NvmlApi, NvmlUnavailable
-from scout_core.health.types import DeviceIdentity, HealthReading, Metric, ReadingStatus
+from scout_core.health.types import HOST, DeviceIdentity, HealthReading, Metric, ReadingStatus
 
 _MOST_EVENTS = 256
 """XIDs taken from NVML in one poll; a storm is finished in the polls that follow."""
@@ -57,9 +57,9 @@ class XidSource:
             findings = self._log.read()
             self._set_offset(findings)
             readings += [reading for finding in findings if (reading := self._from_log(finding)) is not None]
-        if self._events is None and self._log is None:
+        if self._ready and self._events is None and self._log is None:
             readings.append(
-                HealthReading(device="host", metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=self._reason)
+                HealthReading(device=HOST, metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=self._reason)
             )
         return readings
 
@@ -75,7 +75,7 @@ class XidSource:
     def _start(self) -> None:
         self._ready = True
         self._register()
-        if self._path is None:
+        if self._path is None or self._log is not None:
             return
         try:
             self._log = KernelLogReader(self._path)
@@ -120,11 +120,20 @@ class XidSource:
             # A wait of 0 ms answers 'timeout' when nothing is queued.
             event = self._nvml.ask("nvmlEventSetWait_v2", self._events, 0)
             if not event.ok:
+                if event.code != self._nvml.constant("NVML_ERROR_TIMEOUT"):
+                    readings.append(self._register_again(event.reason))
                 break
             uuid = self._nvml.ask("nvmlDeviceGetUUID", event.value.device)
             if event.value.eventType == bit and uuid.ok:
                 readings.append(self._reading(uuid.value, int(event.value.eventData), "", self._clock()))
         return readings
+
+    def _register_again(self, reason: str) -> HealthReading:
+        """The event set is of no use any more (driver reloaded, a registered GPU lost): a new one at the next read."""
+        self._nvml.ask("nvmlEventSetFree", self._events)
+        self._events, self._by_nvml, self._ready = None, frozenset(), False
+        self._nvml.close()
+        return HealthReading(device=HOST, metric=Metric.XID, status=ReadingStatus.FAILED, reason=reason)
 
     def _set_offset(self, findings: Sequence[KernelFinding]) -> None:
         """Kernel time to monotonic time. The two drift apart over weeks, so the difference is measured here: it is

@@ -53,7 +53,7 @@ class PyTorchAdapter(FrameworkAdapter):
         )
         return find_surfaces(self._model, names)
 
-    def on_boundary(self, before_update: Callable[[], None], boundary: Callable[[bool], None]) -> None:
+    def on_boundary(self, before_update: Callable[[], None], boundary: Callable[[Callable[[], bool]], None]) -> None:
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # torch passes the optimizer itself as the first positional argument
             self._closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
@@ -61,7 +61,9 @@ class PyTorchAdapter(FrameworkAdapter):
 
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._steps += 1
-            boundary(True)
+            # a fused optimizer under a gradient scaler is called for a skipped step too, and skips in its kernel
+            found_inf = getattr(optimizer, "found_inf", None)
+            boundary(lambda: found_inf is None or not bool(found_inf.item()))
 
         self._handles += [
             self._optimizer.register_step_pre_hook(before),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ class SliceableOptimizer:
 
     def capture(self, cursor: int, budget: int, *, step: int, draw_missing: bool = False) -> OptimizerSlice | str:
         """Copies of up to `budget` elements from flat element `cursor` on, or why there are none."""
+        if _needs_closure(self._optimizer):
+            return f"{type(self._optimizer).__name__}.step(closure) computes its gradients inside the step"
         owned = [(g, p) for g, group in enumerate(self._optimizer.param_groups) for p in group["params"]]
         with_gradient = [(g, p) for g, p in owned if p.grad is not None or (draw_missing and p.requires_grad)]
         if not with_gradient:
@@ -94,10 +98,7 @@ class SliceableOptimizer:
 
         Every call starts from the captured values, so calling twice gives the same bits if the kernel repeats itself.
         """
-        replica = copy.copy(self._optimizer)
-        replica.state = defaultdict(dict)
-        replica._optimizer_step_pre_hooks = OrderedDict()
-        replica._optimizer_step_post_hooks = OrderedDict()
+        replica = self._empty_replica()
         replica.param_groups = [{**copy.deepcopy(dict(h)), "params": []} for h in captured.hyperparameters]
         updated: list[torch.Tensor] = []
         for part in captured.parts:
@@ -110,9 +111,26 @@ class SliceableOptimizer:
                     for key, value in part.state.items()
                 }
             updated.append(parameter)
-        type(self._optimizer).step(replica)
+        _bare_step(replica)()
         state = [value for p in updated for value in replica.state[p].values() if isinstance(value, torch.Tensor)]
         return [*(p.detach() for p in updated), *state]
+
+    def _empty_replica(self) -> Optimizer:
+        """An optimizer of the same class and settings that shares nothing a step may change with the live one.
+
+        Made without its `__init__` and `__setstate__`: these would register it, or touch what is live.
+        """
+        kind = type(self._optimizer)
+        replica = kind.__new__(kind)
+        for name, value in vars(self._optimizer).items():
+            if name == "state" or name == "step":  # schedulers put a counting `step` on the live object
+                continue
+            kept = isinstance(value, torch.nn.Parameter) or not isinstance(value, (torch.Tensor, list, dict, set))
+            replica.__dict__[name] = value if kept else _copied(value)
+        replica.state = defaultdict(dict)
+        replica._optimizer_step_pre_hooks = OrderedDict()
+        replica._optimizer_step_post_hooks = OrderedDict()
+        return replica
 
     def state_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Live optimizer state as `(surface, name, tensor)`, in parameter order. Nothing is copied."""
@@ -121,6 +139,26 @@ class SliceableOptimizer:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         yield "optimizer_state", f"{self.name(parameter)}.{key}", value
+
+
+def _bare_step(optimizer: Optimizer) -> Callable[[], object]:
+    """The class's `step`, bound, without the wrapper that calls hooks registered for every optimizer.
+
+    `Optimizer._patch_step_function` (torch 2.10 to 2.13) puts that wrapper on the class and marks it `hooked`.
+    """
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return partial(step, optimizer)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _drawn_gradient(parameter: torch.Tensor, step: int) -> torch.Tensor:

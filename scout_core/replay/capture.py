@@ -1,15 +1,17 @@
 """Invocations of modules: recorded in the live step, or recomputed from the model's last input.
 
 In the live step hooks stand on the due modules for that one step only. A forward pre-hook copies the first
-grad-enabled call (so that a later in-place operation cannot change it), a forward hook asks autograd for the output
-gradient, held by reference. Under activation checkpointing this takes the real forward (non-reentrant) or the
+grad-enabled call of each pass through the model (so that a later in-place operation cannot change it), a forward hook
+asks autograd for the output gradient, held by reference; the newest call that got its gradients is replayed, so a pass
+that led to no update is none. Under activation checkpointing this takes the real forward (non-reentrant) or the
 recomputation (reentrant, whose first forward runs without gradients), each once. Peers that are not the source keep
 sizes and a finiteness flag, no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scout_core.consensus.structure import structure_signature
+from scout_core.replay.guard import attempt
 from scout_core.replay.isolation import AutocastState, uncompiled
+from scout_core.replay.private_state import preserved_attributes
 from scout_core.replay.trees import hollow, opaque_type, skeleton, tensor_leaves
 
 
@@ -43,8 +47,9 @@ class Invocation:
     """One call of one module: its arguments, output gradients, autocast state, and the buffers the call changes.
 
     `arguments` is `(args, kwargs)` with hollow tensors; `inputs` holds the real ones, None on peers that are not the
-    source. `gradients[i]` belongs to the i-th tensor of the output; a recomputed invocation has none, its output
-    gradients are drawn from the seed instead. `problem` says why the call cannot be replayed.
+    source. `gradients[i]` belongs to the i-th tensor of the output; those in `drawn`, and all of a recomputed
+    invocation, are drawn from the seed instead; a frozen module, not `differentiable`, needs none. `problem` says why
+    the call cannot be replayed.
     """
 
     step: int
@@ -56,9 +61,16 @@ class Invocation:
     recomputed: bool = False
     gradient_metas: dict[int, TensorMeta] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    drawn: list[int] = field(default_factory=list)
     changed_buffers: tuple[str, ...] = ()
     finite: list[torch.Tensor] = field(default_factory=list)
+    differentiable: bool = True
     problem: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything a replay needs is there: output gradients, unless none can come or they are drawn."""
+        return self.recomputed or bool(self.gradient_metas) or bool(self.drawn) or not self.differentiable
 
     def metas(self) -> list[TensorMeta]:
         """Metadata of inputs, then of output gradients: the order in which they travel."""
@@ -72,6 +84,7 @@ class Invocation:
                 skeleton(self.arguments),
                 plain,
                 sorted(self.gradient_metas),
+                sorted(self.drawn),
                 self.autocast.describe(),
                 self.training,
                 self.changed_buffers,
@@ -84,19 +97,44 @@ class Invocation:
         return structure_signature([m.shape for m in self.metas()])
 
 
+_LARGE_OUTPUT = 4
+"""An output gradient of more elements than this multiple of the inputs is drawn by each peer, not held and carried:
+that of logits weighs as much as everything else of a check together."""
+
+_MOST_PENDING = 4
+"""Calls kept that have no gradients yet: a step may run several forwards before its backward, or one for nothing."""
+
+
 class ModuleCapture:
-    """Hooks on one module for one call. `keep` is True on the source, whose tensors the peers will receive."""
+    """Hooks on one module for one step. `keep` is True on the source, whose tensors the peers will receive.
+
+    Whatever goes wrong inside the hooks is logged and sets `failed`; the user's forward and backward go on.
+    """
 
     def __init__(self, module: nn.Module, *, step: int, keep: bool, recomputed: bool = False) -> None:
-        self.invocation: Invocation | None = None
+        self.failed = False
         self._step = step
         self._keep = keep
         self._recomputed = recomputed
-        self._versions: list[int] | None = None
+        self._calls: list[Invocation] = []
+        self._waiting = True
+        self._open: tuple[Invocation, list[tuple[torch.Tensor, int]]] | None = None
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
         ]
+
+    @property
+    def invocation(self) -> Invocation | None:
+        """The newest complete call; without one the newest call."""
+        complete = [call for call in self._calls if call.complete] or self._calls
+        return complete[-1] if complete else None
+
+    def next_pass(self) -> None:
+        """The model is called anew: record again; keep the newest complete call and the last that may become so."""
+        complete = [call for call in self._calls if call.complete][-1:]
+        self._calls = complete + [call for call in self._calls if not call.complete][-_MOST_PENDING:]
+        self._waiting, self._open = True, None
 
     def remove(self) -> None:
         """Take the hooks off again; the invocation stays."""
@@ -105,14 +143,15 @@ class ModuleCapture:
         self._handles.clear()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.invocation is None and torch.is_grad_enabled():
-            self.invocation = self._record(module, args, kwargs)
-            self._versions = [buffer._version for buffer in module.buffers()]
+        # a reentrant checkpoint runs its forward without gradients, and a recomputed pass has no other
+        if self._waiting and (self._recomputed or torch.is_grad_enabled()):
+            self._waiting = False
+            self._guarded(lambda: self._record(module, args, kwargs))
 
-    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Invocation:
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = tensor_leaves((args, kwargs))
         opaque = opaque_type((args, kwargs))
-        return Invocation(
+        call = Invocation(
             step=self._step,
             arguments=hollow((args, kwargs)),
             input_metas=[TensorMeta.of(leaf) for leaf in leaves],
@@ -120,23 +159,35 @@ class ModuleCapture:
             autocast=AutocastState.current(),
             training=module.training,
             recomputed=self._recomputed,
-            finite=all_finite(leaves),
+            # what needs no gradient may well hold infinities: masks do
+            finite=all_finite([leaf for leaf in leaves if leaf.requires_grad]),
             problem=None if opaque is None else f"an argument of type {opaque} cannot be carried to another rank",
         )
+        self._calls.append(call)
+        self._open = call, [(buffer, buffer._version) for buffer in module.buffers()]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._versions is None or self.invocation is None or not torch.is_grad_enabled():
-            return
-        named = zip(module.named_buffers(), self._versions, strict=True)
-        self.invocation.changed_buffers = tuple(name for (name, buffer), old in named if buffer._version != old)
-        self._versions = None
+        if self._open is not None and (self._recomputed or torch.is_grad_enabled()):
+            (call, buffers), self._open = self._open, None
+            self._guarded(lambda: self._finish(call, buffers, module, output))
+
+    def _finish(
+        self, call: Invocation, buffers: list[tuple[torch.Tensor, int]], module: nn.Module, output: Any
+    ) -> None:
+        # a buffer changes in place, or another tensor takes its place
+        same = {id(buffer) for buffer, version in buffers if buffer._version == version}
+        call.changed_buffers = tuple(name for name, buffer in module.named_buffers() if id(buffer) not in same)
         if self._recomputed:
             return
-        for index, tensor in enumerate(tensor_leaves(output)):
-            if tensor.requires_grad:
-                tensor.register_hook(  # type: ignore[no-untyped-call]
-                    _GradientTap(self.invocation, index, self._keep)
-                )
+        differentiable = [(i, tensor) for i, tensor in enumerate(tensor_leaves(output)) if tensor.requires_grad]
+        call.differentiable = bool(differentiable)
+        for index, tensor in differentiable:
+            tap = tensor.register_hook(_GradientTap(call, index, self._keep))  # type: ignore[no-untyped-call]
+            if tensor.is_leaf:  # a parameter handed out as it is outlives the step
+                self._handles.append(tap)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        self.failed = attempt("recording an invocation", work).failure is not None or self.failed
 
 
 class _GradientTap:
@@ -148,10 +199,17 @@ class _GradientTap:
         self._keep = keep
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        if self._index in self._invocation.gradient_metas:
+        if self._index not in (*self._invocation.gradient_metas, *self._invocation.drawn):
+            attempt("recording an output gradient", lambda: self._record(gradient))
+
+    def _record(self, gradient: torch.Tensor) -> None:
+        call = self._invocation
+        call.finite += all_finite([gradient])
+        carried = sum(math.prod(meta.shape) for meta in call.input_metas if meta.dtype.is_floating_point)
+        if carried and gradient.numel() > _LARGE_OUTPUT * carried:
+            call.drawn.append(self._index)
             return
-        self._invocation.gradient_metas[self._index] = TensorMeta.of(gradient)
-        self._invocation.finite += all_finite([gradient])
+        call.gradient_metas[self._index] = TensorMeta.of(gradient)
         if self._keep:
             self._invocation.gradients[self._index] = gradient.detach()
 
@@ -159,15 +217,17 @@ class _GradientTap:
 class RootInput:
     """The model's last training input, by reference: what a check off schedule recomputes the invocations from.
 
-    One forward pre-hook on the outermost module; it stores two references and the autocast state, nothing else.
+    One forward pre-hook on the outermost module; it stores two references and the autocast state, and calls `on_pass`.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, on_pass: Callable[[], None]) -> None:
+        self._on_pass = on_pass
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.autocast: AutocastState | None = None
         self._handle = root.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._on_pass()
         if module.training and torch.is_grad_enabled():
             self.call = (args, kwargs)
             self.autocast = AutocastState.current()
@@ -191,13 +251,14 @@ def recompute(
         return [None] * len(modules)
     args, kwargs = source.call
     buffers = {name: buffer.detach().clone() for name, buffer in plain_root.named_buffers()}
-    captures = [ModuleCapture(module, step=step, keep=keep, recomputed=True) for module in modules]
-    try:
-        with torch.enable_grad(), source.autocast.enter(), uncompiled(plain_root):
-            torch.func.functional_call(plain_root, buffers, args, kwargs)
-    finally:
-        for capture in captures:
-            capture.remove()
+    with preserved_attributes(plain_root):
+        captures = [ModuleCapture(module, step=step, keep=keep, recomputed=True) for module in modules]
+        try:
+            with torch.enable_grad(), source.autocast.enter(), uncompiled(plain_root):
+                torch.func.functional_call(plain_root, buffers, args, kwargs)
+        finally:
+            for capture in captures:
+                capture.remove()
     return [capture.invocation for capture in captures]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from scout_core.replay.capture import Invocation
 from scout_core.replay.isolation import Stopwatch, uncompiled
+from scout_core.replay.private_state import preserved_attributes
 from scout_core.replay.trees import refill, tensor_leaves
 
 
@@ -45,33 +46,59 @@ class _ForwardBackward(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, invocation: Invocation, received: Received, generator: torch.Generator
+        self,
+        module: nn.Module,
+        invocation: Invocation,
+        received: Received,
+        seed: int,
+        wanted: list[torch.Tensor],
     ) -> None:
         super().__init__()
         self.module = module
         self._invocation = invocation
         self._received = received
-        self._generator = generator
+        self._seed = seed
+        self._wanted = wanted
 
     def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with self._invocation.autocast.enter():
             leaves = tensor_leaves(self.module(*args, **kwargs))
         indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
-        if self._invocation.recomputed:
-            gradients = {index: self._draw(leaves[index]) for index in indices}
-        else:
-            gradients = {
-                index: self._received.gradients[index] for index in indices if index in self._received.gradients
-            }
+        drawn = indices if self._invocation.recomputed else self._invocation.drawn
+        gradients = {
+            index: self._draw(leaves[index]) if index in drawn else self._received.gradients[index]
+            for index in indices
+            if index in drawn or index in self._received.gradients
+        }
         if gradients:
-            torch.autograd.backward([leaves[index] for index in gradients], list(gradients.values()))
+            outputs = [leaves[index] for index in gradients]
+            # named inputs keep gradients out of parameters that the module borrows from elsewhere; a reentrant
+            # checkpoint refuses them
+            inputs = None if _has_reentrant_checkpoint(outputs) else self._wanted
+            torch.autograd.backward(outputs, list(gradients.values()), inputs=inputs)
         return [leaf.detach() for leaf in leaves]
 
     def _draw(self, output: torch.Tensor) -> torch.Tensor:
         """An output gradient of the size a mean-reduced loss gives: unit noise over the number of rows."""
         rows = max(output.numel() // max(output.shape[-1], 1), 1) if output.dim() else 1
-        noise = torch.randn(output.shape, generator=self._generator, dtype=torch.float32, device=output.device)
-        return (noise / rows).to(output.dtype)
+        generator = torch.Generator(device=output.device).manual_seed(self._seed % (1 << 63))
+        narrow = output.element_size() == 1  # nothing draws 8-bit floats
+        noise = torch.empty_like(output, dtype=torch.float32 if narrow else output.dtype)
+        return noise.normal_(std=1 / rows, generator=generator).to(output.dtype)
+
+
+def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph behind `outputs` holds a node of `torch.utils.checkpoint` with `use_reentrant=True`."""
+    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        following = {successor for successor, _ in node.next_functions if successor is not None} - seen
+        seen |= following
+        pending += following
+    return False
 
 
 def execute(module: nn.Module, invocation: Invocation, received: Received, *, seed: int) -> Execution:
@@ -81,7 +108,9 @@ def execute(module: nn.Module, invocation: Invocation, received: Received, *, se
     determinism, and preserves both. `seed` draws output gradients where none was captured.
     """
     device = next((t.device for t in (*module.parameters(), *received.inputs)), torch.device("cpu"))
-    parameters = {name: p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+    # the base class's own names: wrappers (activation checkpointing) show shortened ones, which lead to no attribute
+    named = nn.Module.named_parameters(module)
+    parameters = {name: p.detach().requires_grad_(p.requires_grad) for name, p in named}
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     buffers.update({name: tensor.clone() for name, tensor in received.buffers.items()})
     leaves = [
@@ -90,11 +119,11 @@ def execute(module: nn.Module, invocation: Invocation, received: Received, *, se
     ]
     # a copy of each leaf enters the module: it may be changed in place, the leaf and the received tensor may not
     args, kwargs = refill(invocation.arguments, [leaf.clone() for leaf in leaves])
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed % (1 << 63))
-    shim = _ForwardBackward(module, invocation, received, generator)
+    wanted = [tensor for tensor in (*leaves, *parameters.values()) if tensor.requires_grad]
+    shim = _ForwardBackward(module, invocation, received, seed, wanted)
     substitutes = {f"module.{name}": tensor for name, tensor in (parameters | buffers).items()}
-    with torch.enable_grad(), uncompiled(module), Stopwatch(device) as stopwatch:
+    isolated = preserved_attributes(module, seed=seed)
+    with isolated, torch.enable_grad(), uncompiled(module), Stopwatch(device) as stopwatch:
         outputs = torch.func.functional_call(shim, substitutes, args, kwargs)
     return Execution(
         outputs=list(outputs),

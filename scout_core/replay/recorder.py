@@ -42,8 +42,8 @@ class Recorder:
         self._adapter = adapter
         self._surfaces = surfaces
         self._config = config
-        self._root = RootInput(surfaces.root)
         self._captures: dict[str, ModuleCapture] = {}
+        self._root = RootInput(surfaces.root, self._next_pass)
         self._slice: OptimizerSlice | str | None = None
         self._slice_failed = False
 
@@ -68,6 +68,10 @@ class Recorder:
             if recipe.recipe_class in ("embedding", "hidden", "output"):
                 module = self.module(recipe)[1]
                 self._captures[recipe.recipe_id] = ModuleCapture(module, step=plan.step, keep=keep)
+
+    def _next_pass(self) -> None:
+        for capture in self._captures.values():
+            capture.next_pass()
 
     def disarm(self) -> None:
         """Take all hooks of `arm` off; what they recorded is dropped."""
@@ -100,7 +104,7 @@ class Recorder:
             recorded, failed = outcome.value or {}, outcome.failure is not None
         else:
             recorded = {key: capture.invocation for key, capture in self._captures.items()}
-            failed = False
+            failed = any(capture.failed for capture in self._captures.values())
         for name in plan.classes:
             recipes = [recipe for recipe in plan.recipes if recipe.recipe_class == name]
             if name == "optimizer":
@@ -113,7 +117,9 @@ class Recorder:
                 prepared.contracts[name] = RecipeContract(readiness=Readiness.FAILED)
             else:
                 invocations = {recipe.recipe_id: recorded.get(recipe.recipe_id) for recipe in recipes}
-                contract = attempt(f"describing the {name} invocation", partial(self._module_contract, invocations))
+                contract = attempt(
+                    f"describing the {name} invocation", partial(self._module_contract, recipes, invocations)
+                )
                 prepared.contracts[name] = contract.value or RecipeContract(readiness=Readiness.FAILED)
                 prepared.invocations |= {key: value for key, value in invocations.items() if value is not None}
         return prepared
@@ -130,17 +136,17 @@ class Recorder:
             found = recompute(self._surfaces.plain_root, self._root, modules, step=plan.step, keep=keep)
         return {recipe.recipe_id: invocation for recipe, invocation in zip(recipes, found, strict=True)}
 
-    def _module_contract(self, invocations: dict[str, Invocation | None]) -> RecipeContract:
+    def _module_contract(self, recipes: list[Recipe], invocations: dict[str, Invocation | None]) -> RecipeContract:
         present = [invocation for invocation in invocations.values() if invocation is not None]
         problems = [invocation.problem for invocation in present if invocation.problem is not None]
         if problems:
             logger.warning("SCOUT cannot replay %s: %s", ", ".join(invocations), problems[0])
             return RecipeContract(readiness=Readiness.UNAVAILABLE)
-        if len(present) < len(invocations) or not all(i.recomputed or i.gradient_metas for i in present):
+        if len(present) < len(invocations) or not all(invocation.complete for invocation in present):
             return RecipeContract(readiness=Readiness.NO_CAPTURE)
         return RecipeContract(
             readiness=Readiness.READY,
-            identity=structure_signature(sorted(invocations)),
+            identity=structure_signature([(r.recipe_id, _description(*self.module(r))) for r in recipes]),
             capture_step=present[0].step,
             structure=structure_signature([invocation.structure() for invocation in present]),
             shape=structure_signature([invocation.shape() for invocation in present]),
@@ -176,9 +182,15 @@ class Recorder:
             readiness=Readiness.READY,
             identity=structure_signature(",".join(f"{surface}/{name}" for surface, name, _ in tensors)),
             capture_step=plan.step,
-            structure=structure_signature([str(t.dtype) for _, _, t in prepared.state]),
-            shape=structure_signature([(piece.index, piece.start, piece.stop) for piece in pieces]),
+            structure=structure_signature(",".join(str(t.dtype) for _, _, t in prepared.state)),
+            shape=structure_signature(",".join(f"{piece.index}:{piece.start}:{piece.stop}" for piece in pieces)),
         )
+
+
+def _description(name: str, module: nn.Module) -> str:
+    """What two peers' modules must have alike to be replayed against each other. Text, since it is quick to sign."""
+    parameters = [(n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()]
+    return repr((name, parameters, [(n, b.shape, b.dtype) for n, b in module.named_buffers()]))
 
 
 def default_state_budget_mib(tensors: Sequence[tuple[str, str, torch.Tensor]]) -> int:

@@ -105,7 +105,7 @@ def _span(meta: TensorMeta) -> tuple[int, int]:
 
 def _flat_buffer(metas: Sequence[TensorMeta]) -> torch.Tensor:
     length = sum(_span(meta)[1] for meta in metas)
-    return torch.zeros(max(length, 1), dtype=torch.uint8, device=metas[0].device)
+    return torch.empty(max(length, 1), dtype=torch.uint8, device=metas[0].device)
 
 
 def _pack(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scout_core.doctor import examine
+from scout_core.doctor.command import Diagnosis, run_doctor
+from scout_core.doctor.job import JobError, gather_launched
 from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.distributed
@@ -71,43 +74,64 @@ def test_equal_ranks_have_no_difference_and_no_group_is_left(ranks4):
     assert ranks4.run(groups_left_by_examine) == [0, 0, 0, 0]
 
 
-def start(rank: int, world: int, port: int, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    environ = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
-    command = [sys.executable, "-m", "scout_core.doctor", "--json", *arguments]
-    return subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+def diagnose_as_later_ranks_of_five(port: int) -> Diagnosis:
+    """Pool ranks 0-3 act as ranks 1-4 of a job whose rank 0 never starts."""
+    rank = dist.get_rank() + 1
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "5"}
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with mock.patch.dict(os.environ, {**place, **launcher}):
+        return run_doctor(in_job=True, timeout_s=3)
 
 
-def launch(ranks: list[int], world: int, *arguments: str, odd: dict[int, dict[str, str]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of the doctor on these ranks; the store is the test's, as with torchrun."""
+def test_a_rank_that_never_starts_is_named_by_the_lowest_that_came(ranks4):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    processes = [start(rank, world, store.port, *arguments, **agent, **odd.get(rank, {})) for rank in ranks]
-    try:
-        texts = [process.communicate(timeout=60) for process in processes]
-        return [(p.returncode, out, errors) for p, (out, errors) in zip(processes, texts, strict=True)]
-    finally:
-        for process in processes:
-            process.kill()
+    told = ranks4.run(diagnose_as_later_ranks_of_five, store.port)
+    assert [one.speaks for one in told] == [True, False, False, False]
+    assert [one.exit_code for one in told] == [1, 1, 1, 1]
+    (missing,) = [f for f in told[0].findings if f.id == "rank-missing"]
+    assert missing.ranks == (0,) and missing.severity == "fatal"
+    assert [facts.rank for facts in told[0].facts] == [1, 2, 3, 4]
+
+
+def gather_without_a_store() -> str:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, place), pytest.raises(JobError) as caught:
+        gather_launched(1)
+    return str(caught.value)
+
+
+def test_a_store_that_does_not_answer_is_named():
+    message = gather_without_a_store()
+    assert "127.0.0.1:1" in message and "is rank 0 running" in message
 
 
 def test_the_command_in_a_job_names_the_odd_rank_and_only_rank_0_speaks():
-    answers = launch([0, 1, 2], 3, odd={2: {"OMP_NUM_THREADS": "2"}})
-    assert [code for code, _, _ in answers] == [1, 1, 1], answers
-    told = json.loads(answers[0][1])
-    assert {f["id"]: f["ranks"] for f in told["findings"] if f["id"] == "setting-omp-num-threads"} == {
-        "setting-omp-num-threads": [2]
-    }
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [start(rank, store.port, "2" if rank == 2 else "1") for rank in range(3)]
+    try:
+        texts = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, 1, 1], texts
+    told = json.loads(texts[0][0])
+    odd = [f for f in told["findings"] if f["id"] == "setting-omp-num-threads"]
+    assert [f["ranks"] for f in odd] == [[2]]
     assert told["exit_code"] == 1 and len(told["ranks"]) == 3
-    assert [out for _, out, _ in answers[1:]] == ["", ""]
+    assert [out for out, _ in texts[1:]] == ["", ""]
 
 
-def test_a_rank_that_never_starts_is_named_by_the_lowest_that_came():
-    answers = launch([1, 2], 3, "--timeout", "8", odd={})
-    assert [code for code, _, _ in answers] == [1, 1], answers
-    told = json.loads(answers[0][1])
-    (missing,) = [f for f in told["findings"] if f["id"] == "rank-missing"]
-    assert missing["ranks"] == [0] and missing["severity"] == "fatal"
-    assert answers[1][1] == ""
+def start(rank: int, port: int, threads: str) -> subprocess.Popen[str]:
+    """The command as rank `rank` of 3, as torchrun starts it: the store is the launcher's, here the test's."""
+    environ = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "3",
+        "OMP_NUM_THREADS": threads,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    command = [sys.executable, "-m", "scout_core.doctor", "--json", "--timeout", "120"]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

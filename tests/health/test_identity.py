@@ -12,7 +12,9 @@ from scout_core.health import (
     IdentityMap,
     NvmlSource,
     Selector,
+    host_identities,
     parse_visible_devices,
+    rank_identity,
     resolve,
 )
 from scout_core.health.fake_nvml import FakeNvml
@@ -110,3 +112,24 @@ def test_the_map_names_ranks_by_device_and_fills_in_what_a_report_lacks() -> Non
     lines = known.lines()
     assert lines[0].split() == ["rank", "host", "cuda", "nvml", "pci", "uuid", "mig", "name"]
     assert lines[2].split()[:3] == ["1", "b", "0"]
+
+
+def test_a_ranks_identity_is_its_device_or_at_least_its_host() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "1,0"}
+    nvml = FakeNvml({"devices": [{}, {}]})
+    found = rank_identity(7, 0, module=nvml, environ=environ)
+    assert (found.rank, found.cuda_ordinal, found.nvml_index, found.uuid) == (7, 0, 1, nvml.devices[1].uuid)
+    for bare in (
+        rank_identity(7, 5, module=nvml, environ=environ),
+        rank_identity(7, None, module=nvml),
+        rank_identity(7, 0, module=FakeNvml({"init_error": "UNKNOWN"})),
+    ):
+        assert (bare.host, bare.rank, bare.uuid) == (found.host, 7, None)
+    assert nvml.opened == 0
+
+
+def test_a_hosts_devices_carry_the_ordinals_they_have_under_cuda_visible_devices() -> None:
+    nvml = FakeNvml({"devices": [{}, {}, {}]})
+    found = host_identities(module=nvml, environ={"CUDA_VISIBLE_DEVICES": "2,0"})
+    assert [(device.nvml_index, device.cuda_ordinal) for device in found] == [(0, 1), (1, None), (2, 0)]
+    assert nvml.opened == 0

@@ -9,10 +9,12 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import scout_core.health
 from scout_core.health import (
     HardwareHealthMonitor,
     HealthConfig,
@@ -129,7 +131,10 @@ def test_a_late_answer_is_taken_by_the_next_poll() -> None:
 
 
 EXIT_PROGRAM = """
-import sys, threading, time
+import sys, threading, time, types
+package = types.ModuleType("scout_core")  # without torch, whose own shutdown would be measured too
+package.__path__ = [sys.argv[2]]
+sys.modules["scout_core"] = package
 from scout_core.health import HardwareHealthMonitor, HealthConfig
 class Blocked:
     name = "blocked"
@@ -142,6 +147,7 @@ class Blocked:
 source = Blocked()
 monitor = HardwareHealthMonitor(HealthConfig(read_deadline_s=30), [source]).start()
 assert source.entered.wait(30)
+assert "torch" not in sys.modules and "pynvml" not in sys.modules
 print(time.monotonic(), flush=True)
 if sys.argv[1] == "close":
     monitor.close()
@@ -149,15 +155,19 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("way", ["close", "exit"])
-def test_a_process_with_a_source_blocked_for_60_s_ends_within_a_second(way: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT_PROGRAM, way], capture_output=True, text=True, timeout=120, check=False
-    )
+def seconds_to_end(way: str) -> float:
+    package = str(Path(scout_core.health.__file__).parent.parent)
+    command = [sys.executable, "-c", EXIT_PROGRAM, way, package]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     ended = time.monotonic()
     assert done.returncode == 3, done.stderr
-    # Interpreter shutdown after `import torch` is part of this, hence the second for it.
-    assert ended - float(done.stdout) < 2.0
+    return ended - float(done.stdout)
+
+
+@pytest.mark.parametrize("way", ["close", "exit"])
+def test_a_process_with_a_source_blocked_for_60_s_ends_within_a_second(way: str) -> None:
+    # A busy machine can be slow by itself, so the best of a few counts; a wait for the source would never be.
+    assert any(seconds_to_end(way) < 1.0 for _ in range(5))
 
 
 def test_started_it_polls_by_itself_and_tells_each_fatal_once() -> None:

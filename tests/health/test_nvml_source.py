@@ -188,3 +188,13 @@ def test_xids_logged_within_a_second_but_read_in_two_polls_are_one_burst(tmp_pat
         node.poll()
         assert node.alarm_keys() == [(node.uuid(0), "xid.62")]
         assert [event.cause for event in node.told] == ["xid.62"]
+
+
+def test_events_are_registered_again_after_the_driver_was_reloaded() -> None:
+    nvml = FakeNvml({"devices": [{}, {}]})
+    source = XidSource(module=nvml, kernel_log=None, clock=Clock())
+    assert source.read() == []
+    nvml.opened = 0
+    assert [r.status for r in source.read()] == [ReadingStatus.FAILED]
+    nvml.emit_xid(1, 79)
+    assert [(r.device, r.value) for r in source.read()] == [(nvml.devices[1].uuid, 79)]

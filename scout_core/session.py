@@ -139,6 +139,8 @@ class Scout:
         self.step_count += 1
         if self._plan is not None and applied():
             self._check(self._plan)
+        else:
+            self._recorder.disarm()
         self._arm_next()
 
     def _arm_next(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from scout_core.consensus.signature import tensor_signature
 from scout_core.consensus.structure import structure_signature
 from scout_core.replay.guard import attempt
 from scout_core.replay.isolation import AutocastState, uncompiled
@@ -108,17 +109,29 @@ _MOST_PENDING = 4
 class ModuleCapture:
     """Hooks on one module for one step. `keep` is True on the source, whose tensors the peers will receive.
 
+    `running` holds, per training mode, the names of buffers that the module's calls change, even if their version does
+    not say so. The first capture fills it in by comparing values, which waits for the device.
+
     Whatever goes wrong inside the hooks is logged and sets `failed`; the user's forward and backward go on.
     """
 
-    def __init__(self, module: nn.Module, *, step: int, keep: bool, recomputed: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        step: int,
+        keep: bool,
+        recomputed: bool = False,
+        running: dict[bool, frozenset[str]],
+    ) -> None:
         self.failed = False
         self._step = step
         self._keep = keep
         self._recomputed = recomputed
+        self._running = running
         self._calls: list[Invocation] = []
         self._waiting = True
-        self._open: tuple[Invocation, list[tuple[torch.Tensor, int]]] | None = None
+        self._open: tuple[Invocation, list[_Buffer]] | None = None
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
@@ -164,19 +177,28 @@ class ModuleCapture:
             problem=None if opaque is None else f"an argument of type {opaque} cannot be carried to another rank",
         )
         self._calls.append(call)
-        self._open = call, [(buffer, buffer._version) for buffer in module.buffers()]
+        self._open = call, [
+            _Buffer(
+                tensor=buffer,
+                version=buffer._version,
+                signature=tensor_signature(buffer) if module.training not in self._running else None,
+            )
+            for buffer in module.buffers()
+        ]
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._open is not None and (self._recomputed or torch.is_grad_enabled()):
             (call, buffers), self._open = self._open, None
             self._guarded(lambda: self._finish(call, buffers, module, output))
 
-    def _finish(
-        self, call: Invocation, buffers: list[tuple[torch.Tensor, int]], module: nn.Module, output: Any
-    ) -> None:
+    def _finish(self, call: Invocation, buffers: list[_Buffer], module: nn.Module, output: Any) -> None:
         # a buffer changes in place, or another tensor takes its place
-        same = {id(buffer) for buffer, version in buffers if buffer._version == version}
-        call.changed_buffers = tuple(name for name, buffer in module.named_buffers() if id(buffer) not in same)
+        same = {id(buffer.tensor) for buffer in buffers if buffer.is_unchanged()}
+        known = self._running.get(call.training, frozenset())
+        call.changed_buffers = tuple(
+            name for name, buffer in module.named_buffers() if id(buffer) not in same or name in known
+        )
+        self._running.setdefault(call.training, frozenset(call.changed_buffers))
         if self._recomputed:
             return
         differentiable = [(i, tensor) for i, tensor in enumerate(tensor_leaves(output)) if tensor.requires_grad]
@@ -188,6 +210,21 @@ class ModuleCapture:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         self.failed = attempt("recording an invocation", work).failure is not None or self.failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffer:
+    """A buffer before a call. Its version is not to be trusted alone: batch norm's kernels change running statistics
+    without raising it (torch 2.10 to 2.13)."""
+
+    tensor: torch.Tensor
+    version: int
+    signature: int | None
+
+    def is_unchanged(self) -> bool:
+        if self.tensor._version != self.version:
+            return False
+        return self.signature is None or tensor_signature(self.tensor) == self.signature
 
 
 class _GradientTap:
@@ -239,7 +276,13 @@ class RootInput:
 
 
 def recompute(
-    plain_root: nn.Module, source: RootInput, modules: Sequence[nn.Module], *, step: int, keep: bool
+    plain_root: nn.Module,
+    source: RootInput,
+    modules: Sequence[nn.Module],
+    running: Sequence[dict[bool, frozenset[str]]],
+    *,
+    step: int,
+    keep: bool,
 ) -> list[Invocation | None]:
     """Run the model forward once, isolated and eager, and record the call of each of `modules`.
 
@@ -252,7 +295,10 @@ def recompute(
     args, kwargs = source.call
     buffers = {name: buffer.detach().clone() for name, buffer in plain_root.named_buffers()}
     with preserved_attributes(plain_root):
-        captures = [ModuleCapture(module, step=step, keep=keep, recomputed=True) for module in modules]
+        captures = [
+            ModuleCapture(module, step=step, keep=keep, recomputed=True, running=known)
+            for module, known in zip(modules, running, strict=True)
+        ]
         try:
             with torch.enable_grad(), source.autocast.enter(), uncompiled(plain_root):
                 torch.func.functional_call(plain_root, buffers, args, kwargs)

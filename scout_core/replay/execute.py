@@ -87,6 +87,11 @@ class _ForwardBackward(nn.Module):
         return noise.normal_(std=1 / rows, generator=generator).to(output.dtype)
 
 
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """An `Embedding(sparse=True)` gives sparse gradients, whose repeated rows come in any order."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
 def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
     """Whether the graph behind `outputs` holds a node of `torch.utils.checkpoint` with `use_reentrant=True`."""
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -130,6 +135,6 @@ def execute(module: nn.Module, invocation: Invocation, received: Received, *, se
         input_gradients=[
             leaf.grad for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad
         ],
-        parameter_gradients=[p.grad for p in parameters.values() if p.requires_grad],
+        parameter_gradients=[_dense(p.grad) for p in parameters.values() if p.requires_grad],
         stopwatch=stopwatch,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,7 @@ class Recorder:
         self._surfaces = surfaces
         self._config = config
         self._captures: dict[str, ModuleCapture] = {}
+        self._running: defaultdict[str, dict[bool, frozenset[str]]] = defaultdict(dict)
         self._root = RootInput(surfaces.root, self._next_pass)
         self._slice: OptimizerSlice | str | None = None
         self._slice_failed = False
@@ -67,7 +69,9 @@ class Recorder:
         for recipe in plan.recipes:
             if recipe.recipe_class in ("embedding", "hidden", "output"):
                 module = self.module(recipe)[1]
-                self._captures[recipe.recipe_id] = ModuleCapture(module, step=plan.step, keep=keep)
+                self._captures[recipe.recipe_id] = ModuleCapture(
+                    module, step=plan.step, keep=keep, running=self._running[recipe.recipe_id]
+                )
 
     def _next_pass(self) -> None:
         for capture in self._captures.values():
@@ -132,8 +136,9 @@ class Recorder:
     def _recompute(self, plan: Plan, keep: bool) -> dict[str, Invocation | None]:
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in ("embedding", "hidden", "output")]
         modules = [self.module(recipe)[1] for recipe in recipes]
+        running = [self._running[recipe.recipe_id] for recipe in recipes]
         with preserved_state():
-            found = recompute(self._surfaces.plain_root, self._root, modules, step=plan.step, keep=keep)
+            found = recompute(self._surfaces.plain_root, self._root, modules, running, step=plan.step, keep=keep)
         return {recipe.recipe_id: invocation for recipe, invocation in zip(recipes, found, strict=True)}
 
     def _module_contract(self, recipes: list[Recipe], invocations: dict[str, Invocation | None]) -> RecipeContract:

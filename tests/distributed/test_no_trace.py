@@ -59,7 +59,8 @@ def no_trace(name: str) -> dict[str, Any]:
             traces += [f"check_now: {key}" for key in differences(before[1], _counts(hooks(watched.wrapped)))]
     scout.close()
     return {
-        "statuses": [result.status.value for result in results],
+        "scheduled": [result.status.value for result in results if not result.manual],
+        "manual": [result.status.value for result in results if result.manual],
         "reasons": sorted({reason.message for result in results for reason in result.inconclusive_reasons}),
         "checked": sorted({recipe for result in results for recipe in result.checked_recipe_ids}),
         "reports": [(report.kind.value, report.message) for report in scout.reports],
@@ -152,8 +153,9 @@ def _complaints(name: str, seen: dict[str, Any]) -> list[str]:
     reason = ALL_CASES[name].reason
     found = [f"{key}: {seen[key]}" for key in ("traces", "stray", "left", "final") if seen[key]]
     status = "Agree" if reason is None else "Inconclusive"
-    if not seen["statuses"] or set(seen["statuses"]) != {status}:
-        found.append(f"statuses {seen['statuses']} for {seen['reasons']}")
+    off_schedule = "Agree" if ALL_CASES[name].whole_off_schedule else status
+    if not seen["scheduled"] or set(seen["scheduled"]) != {status} or set(seen["manual"]) != {off_schedule}:
+        found.append(f"statuses {seen['scheduled']} and {seen['manual']} for {seen['reasons']}")
     if [message for message in seen["reasons"] if reason is None or reason not in message] or (
         reason is not None and not seen["reasons"]
     ):

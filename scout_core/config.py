@@ -108,16 +108,13 @@ class ScoutConfig(_Strict):
             values = _read_file(Path(config))
         else:
             raise ConfigError(f"config is a {type(config).__name__}; give a ScoutConfig, a dict, or a .json/.toml path")
-        replay = values.get("replay")
-        if isinstance(replay, BaseModel):
-            values["replay"] = replay.model_dump(exclude_unset=True)
         for key, value in overrides.items():
             if key in cls.model_fields:
-                values[key] = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-            elif key in ReplayHarnessConfig.model_fields:
-                values["replay"] = {**(values.get("replay") or {}), key: value}
-            else:
+                values[key] = value
+            elif key not in ReplayHarnessConfig.model_fields:
                 raise ConfigError(_unknown(key))
+        single = {key: value for key, value in overrides.items() if key not in cls.model_fields}
+        values["replay"] = _merged(values.get("replay"), single)
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -143,11 +140,22 @@ def from_arguments(namespace: argparse.Namespace) -> ScoutConfig:
     return ScoutConfig.build(getattr(namespace, "scout_config", None), **overrides)
 
 
+def _merged(replay: Any, single: Mapping[str, Any]) -> Any:
+    """`replay` as plain values with single fields overridden; what is no table of fields is left to validation."""
+    if isinstance(replay, BaseModel):
+        replay = replay.model_dump(exclude_unset=True)
+    if replay is None:
+        return dict(single)
+    return {**replay, **single} if isinstance(replay, Mapping) else replay
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text; save it as that") from None
     try:
         values = _parse_toml(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
@@ -175,12 +183,22 @@ def _unknown(key: str) -> str:
     return f"unknown configuration key '{key}'; {hint}"
 
 
+def _misplaced(place: tuple[int | str, ...]) -> str | None:
+    """What to say of a known key that stands in the wrong table."""
+    key = str(place[-1])
+    if len(place) == 1 and key in ReplayHarnessConfig.model_fields:
+        return f"'{key}' belongs into the table 'replay'"
+    if len(place) > 1 and key in ScoutConfig.model_fields:
+        return f"'{key}' belongs outside the table 'replay'"
+    return None
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(_unknown(str(item["loc"][-1])))
+            lines.append(_misplaced(item["loc"]) or _unknown(str(item["loc"][-1])))
         else:
             lines.append(f"{where}={item['input']!r}: {item['msg']}")
     return "; ".join(lines)

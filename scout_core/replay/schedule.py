@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
+from math import lcm
 
 from scout_core.config import ReplayHarnessConfig
 
@@ -23,6 +24,7 @@ EMBEDDING = Recipe(recipe_id="embedding", recipe_class="embedding")
 OUTPUT = Recipe(recipe_id="output", recipe_class="output")
 OPTIMIZER = Recipe(recipe_id="optimizer", recipe_class="optimizer")
 STATE = Recipe(recipe_id="state", recipe_class="state")
+_CLASSES = ("embedding", "hidden", "output", "optimizer")
 
 
 def hidden(layer: int) -> Recipe:
@@ -32,7 +34,8 @@ def hidden(layer: int) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one boundary checks. `ordinal` counts checks and rotates sources, layers and windows.
+    """What one boundary checks. `ordinal` counts checks and rotates sources and windows over the live state;
+    `optimizer_ordinal` counts those of the optimizer, so that its slices leave nothing out when others come more often.
 
     `manual` checks recompute their invocations, since nothing was recorded in the step before.
     """
@@ -40,6 +43,7 @@ class Plan:
     step: int
     ordinal: int
     recipes: tuple[Recipe, ...]
+    optimizer_ordinal: int = 0
     manual: bool = False
 
     @property
@@ -53,33 +57,46 @@ def plan_step(step: int, config: ReplayHarnessConfig, layers: Sequence[int], ava
 
     `available` names the recipe classes this model has. Hidden layers take turns, one a check.
     """
+    intervals = {name: config.interval(name) for name in _CLASSES if name in available and config.interval(name)}
     due: list[Recipe] = []
     fixed = {"embedding": EMBEDDING, "output": OUTPUT, "optimizer": OPTIMIZER}
-    for name in ("embedding", "hidden", "output", "optimizer"):
-        interval = config.interval(name)
-        if interval == 0 or step % interval or name not in available:
-            continue
-        due.append(hidden(layers[(step // interval - 1) % len(layers)]) if name == "hidden" else fixed[name])
+    for name, interval in intervals.items():
+        if step % interval == 0:
+            due.append(hidden(layers[(step // interval - 1) % len(layers)]) if name == "hidden" else fixed[name])
     if not due:
         return None
     if config.compare_parameters:
         due.append(STATE)
-    intervals = [config.interval(recipe.recipe_class) for recipe in due if recipe.recipe_class != "state"]
-    return Plan(step=step, ordinal=step // min(intervals), recipes=tuple(due))
+    return Plan(
+        step=step,
+        ordinal=_multiples(step, set(intervals.values())),
+        recipes=tuple(due),
+        optimizer_ordinal=step // intervals.get("optimizer", step + 1),
+    )
+
+
+def _multiples(last: int, intervals: Iterable[int]) -> int:
+    """How many of 1..last are a multiple of any of `intervals`, by inclusion and exclusion."""
+    distinct = sorted(intervals)
+    return sum(
+        (1 if size % 2 else -1) * (last // lcm(*chosen))
+        for size in range(1, len(distinct) + 1)
+        for chosen in combinations(distinct, size)
+    )
 
 
 def plan_all(
     step: int, ordinal: int, config: ReplayHarnessConfig, layers: Sequence[int], available: Sequence[str]
 ) -> Plan:
     """The whole catalog at one boundary: every layer, and every class that is not switched off by its own interval."""
-    off = {name for name in ("embedding", "hidden", "output", "optimizer") if getattr(config, f"{name}_interval") == 0}
+    off = {name for name in _CLASSES if getattr(config, f"{name}_interval") == 0}
     recipes = [EMBEDDING] if "embedding" in available else []
     recipes += [hidden(layer) for layer in layers]
     recipes += [OUTPUT] if "output" in available else []
     recipes += [OPTIMIZER] if "optimizer" in available else []
     recipes += [STATE] if config.compare_parameters else []
     chosen = tuple(recipe for recipe in recipes if recipe.recipe_class not in off)
-    return Plan(step=step, ordinal=ordinal, recipes=chosen, manual=True)
+    return Plan(step=step, ordinal=ordinal, recipes=chosen, optimizer_ordinal=ordinal, manual=True)
 
 
 @dataclass(frozen=True, kw_only=True)

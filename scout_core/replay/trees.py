@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in dataclasses.fields(value) if item.init]
         return dataclasses.replace(value, **{name: map_tensors(function, getattr(value, name)) for name in names})
-    if isinstance(value, dict):
+    if isinstance(value, MutableMapping):
         rebuilt = copy.copy(value)
         for key, item in value.items():
             rebuilt[key] = map_tensors(function, item)
@@ -92,7 +92,7 @@ def _visit(value: Any, on_tensor: Callable[[torch.Tensor], None], on_leaf: Calla
         for item in dataclasses.fields(value):
             if item.init:
                 _visit(getattr(value, item.name), on_tensor, on_leaf)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, MutableMapping):
         for item in value.values():
             _visit(item, on_tensor, on_leaf)
     else:

@@ -39,7 +39,8 @@ campaign: $(STAMP)
 	$(PY) -m pytest -q -m slow
 
 bench: $(STAMP)
-	$(PY) -m benchmarks
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.healthy_path
+	$(PY) -m benchmarks.signature_speed
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

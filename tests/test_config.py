@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scout_core import ConfigError, ReplayHarnessConfig, ScoutConfig
@@ -98,6 +98,7 @@ def test_switches_are_turned_off_by_words_for_no(flag: str, value: str) -> None:
     assert not (config.deterministic and config.compare_parameters)
 
 
+@settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional={name: st.none() | st.integers(0, 99) for name in CLASSES}))
 def test_a_recipes_own_interval_overrides_the_common_one(own: Mapping[str, int | None]) -> None:
     config = ReplayHarnessConfig(check_interval=5, **{f"{name}_interval": value for name, value in own.items()})
@@ -203,6 +204,7 @@ def test_a_flag_with_a_wrong_value_names_the_key() -> None:
         parse("--scout-check-interval", "never")
 
 
+@settings(deadline=None)
 @given(
     relative=st.floats(0.5, 2),
     absolute_ms=st.floats(-1, 5),

@@ -1,7 +1,7 @@
 """Plans and windows: pure functions of the step that leave nothing out."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scout_core import ReplayHarnessConfig
@@ -49,6 +49,7 @@ def test_what_the_model_does_not_have_is_never_due() -> None:
     assert ids(1, check_interval=1, available=(), layers=0) is None
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), intervals, intervals, intervals, intervals, st.integers(1, 5))
 def test_each_recipe_is_due_exactly_at_multiples_and_every_layer_gets_its_turn(
     check: int, embedding: int | None, hidden: int | None, output: int | None, optimizer: int | None, layers: int
@@ -77,16 +78,18 @@ def elements(pieces: list[Piece]) -> list[tuple[int, int]]:
     return [(piece.index, element) for piece in pieces for element in range(piece.start, piece.stop)]
 
 
+@settings(deadline=None)
 @given(tables, st.integers(0, 50), st.integers(8, 200))
 def test_a_window_keeps_to_its_budget_and_takes_no_element_twice(sizes, ordinal: int, budget: int) -> None:
     pieces = window(sizes, ordinal, budget)
     found = elements(pieces)
     assert len(found) == len(set(found)) and all(piece.start < piece.stop for piece in pieces)
-    assert all(0 <= piece.start and piece.stop <= sizes[piece.index][0] for piece in pieces)
+    assert all(piece.start >= 0 and piece.stop <= sizes[piece.index][0] for piece in pieces)
     # an element that a border cuts through belongs to both sides
     assert sum(sizes[index][1] for index, _ in found) <= budget + 3 * 8
 
 
+@settings(deadline=None)
 @given(tables, st.integers(0, 50), st.integers(8, 200))
 def test_consecutive_windows_cover_everything(sizes, first: int, budget: int) -> None:
     total = sum(count * width for count, width in sizes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -79,6 +79,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 items = st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from(DTYPES))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(items, max_size=4), st.lists(items, max_size=3)), min_size=1, max_size=3))
 def test_everything_arrives_bit_for_bit(recipes) -> None:
     sent, expected, tensors = [], [], {}

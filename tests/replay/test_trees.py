@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -59,6 +59,7 @@ trees = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(trees)
 def test_hollow_and_refill_are_inverse(tree: Any) -> None:
     found = tensor_leaves(tree)
@@ -68,6 +69,7 @@ def test_hollow_and_refill_are_inverse(tree: Any) -> None:
     assert repr(again) == repr(tree)
 
 
+@settings(deadline=None)
 @given(trees)
 def test_a_hollow_tree_keeps_sizes_and_dtypes_and_no_bytes(tree: Any) -> None:
     for full, empty in zip(tensor_leaves(tree), tensor_leaves(hollow(tree)), strict=True):
@@ -75,6 +77,7 @@ def test_a_hollow_tree_keeps_sizes_and_dtypes_and_no_bytes(tree: Any) -> None:
         assert empty.is_meta
 
 
+@settings(deadline=None)
 @given(trees)
 def test_every_tensor_is_replaced_in_the_order_of_the_leaves(tree: Any) -> None:
     seen: list[torch.Tensor] = []
@@ -83,6 +86,7 @@ def test_every_tensor_is_replaced_in_the_order_of_the_leaves(tree: Any) -> None:
     assert tensor_leaves(skeleton(tree)) == [] and tensor_leaves(map_tensors(lambda _: 0, tree)) == []
 
 
+@settings(deadline=None)
 @given(trees)
 def test_what_is_made_of_plain_values_can_be_carried(tree: Any) -> None:
     assert opaque_type(tree) is None

@@ -115,8 +115,8 @@ def host_findings(view: View, facts: RoundFacts) -> Iterator[Finding]:
         yield Finding(
             metric=Metric.TELEMETRY_LOST,
             severity=HealthSeverity.WARNING,
-            message=f"telemetry is lost ({reason}); no device is accused, the job may go on, but a restart inside "
-            "this container may not find its GPUs",
+            message=f"telemetry is lost or was never there ({reason}); no device is accused and the job may go on; "
+            "where it worked before, a restart inside this container may not find its GPUs",
             action=HealthAction.CONTINUE,
             cause="telemetry",
             evidence={"devices": dict(facts.lost_telemetry)},

@@ -19,10 +19,11 @@ _MOST_EVENTS = 256
 class XidSource:
     """A `HealthSource` of XID events for all GPUs of the host, or for those in `devices` (UUIDs).
 
-    NVML events are registered at the first `read()`. The kernel log (`kernel_log`; None: no log) is followed from
-    its end for what NVML does not say: XIDs of devices without events, and GPUs that fall off the bus without an
-    XID. Each XID is read once, with its time on the monotonic clock and a running sequence number. `pci_map` names
-    devices by PCI address where NVML cannot. GPUs that NVML does not show are another tenant's and are left out.
+    NVML events are registered at the first `read()`, and later for devices that failed to answer then. The kernel log
+    (`kernel_log`; None: no log) is followed from its end for what NVML does not say: XIDs of devices without events,
+    and GPUs that fall off the bus without an XID. Each XID is read once, with its time on the monotonic clock and a
+    running sequence number. `pci_map` names devices by PCI address where NVML cannot. GPUs that NVML does not show are
+    another tenant's and are left out.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class XidSource:
         self._offset_s: float | None = None
         self._events: Any = None
         self._log: KernelLogReader | None = None
-        self._reason = ""
+        self._reason = self._log_reason = ""
         self._ready = False
         self._by_nvml: frozenset[str] = frozenset()
         self._identities: dict[str, DeviceIdentity] = {}
@@ -57,9 +58,10 @@ class XidSource:
             findings = self._log.read()
             self._set_offset(findings)
             readings += [reading for finding in findings if (reading := self._from_log(finding)) is not None]
-        if self._ready and self._events is None and self._log is None:
+        if not readings and self._events is None and self._log is None:
+            reason = "; ".join(filter(None, (self._reason, self._log_reason)))
             readings.append(
-                HealthReading(device=HOST, metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=self._reason)
+                HealthReading(device=HOST, metric=Metric.XID, status=ReadingStatus.UNSUPPORTED, reason=reason)
             )
         return readings
 
@@ -80,38 +82,51 @@ class XidSource:
         try:
             self._log = KernelLogReader(self._path)
         except OSError as error:
-            self._reason = f"{self._reason}; {self._path}: {error.strerror}".lstrip("; ")
+            self._log_reason = f"{self._path}: {error.strerror}"
 
     def _register(self) -> None:
-        """Register for every wanted device that offers XID events."""
+        """Register for every wanted device that offers XID events; devices already registered stay as they are.
+
+        A device that fails now is asked again at the next read: it may only be the driver that is not up yet.
+        """
         try:
             self._nvml.open()
         except NvmlUnavailable as error:
             self._reason = str(error)
+            self._ready = False
             return
         count = self._nvml.ask("nvmlDeviceGetCount")
-        handles = [self._nvml.ask("nvmlDeviceGetHandleByIndex", i) for i in range(count.value if count.ok else 0)]
-        created = self._nvml.ask("nvmlEventSetCreate")
+        self._ready = count.ok
+        if self._events is None:
+            created = self._nvml.ask("nvmlEventSetCreate")
+            self._events = created.value if created.ok else None
+        for index in range(count.value if count.ok else 0):
+            handle = self._nvml.ask("nvmlDeviceGetHandleByIndex", index)
+            if handle.status is ReadingStatus.FAILED or (handle.ok and not self._register_one(handle.value, index)):
+                self._ready = False
+        if self._events is not None and not self._by_nvml:
+            self._nvml.ask("nvmlEventSetFree", self._events)
+            self._events = None
+
+    def _register_one(self, handle: Any, index: int) -> bool:
+        """False when the device failed to answer and should be asked again."""
+        uuid = self._nvml.ask("nvmlDeviceGetUUID", handle)
+        if not uuid.ok:
+            return uuid.status is not ReadingStatus.FAILED
+        if uuid.value in self._by_nvml or (self._wanted is not None and uuid.value not in self._wanted):
+            return True
+        identity = self._identities[uuid.value] = describe(self._nvml, handle, index=index)
+        if identity.pci_bus_id is not None:
+            self._by_pci[identity.pci_bus_id] = uuid.value
+        types = self._nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
         bit = self._nvml.constant("nvmlEventTypeXidCriticalError") or 0
-        offered: set[str] = set()
-        for index, handle in enumerate(handles):
-            if not handle.ok:
-                continue
-            identity = describe(self._nvml, handle.value, index=index)
-            if identity.uuid is None or (self._wanted is not None and identity.uuid not in self._wanted):
-                continue
-            self._identities[identity.uuid] = identity
-            if identity.pci_bus_id is not None:
-                self._by_pci[identity.pci_bus_id] = identity.uuid
-            types = self._nvml.ask("nvmlDeviceGetSupportedEventTypes", handle.value)
-            if not created.ok or not types.ok or not types.value & bit:
-                self._reason = types.reason or "NVML offers no XID events here"
-            elif self._nvml.ask("nvmlDeviceRegisterEvents", handle.value, bit, created.value).ok:
-                offered.add(identity.uuid)
-        self._by_nvml = frozenset(offered)
-        self._events = created.value if offered else None
-        if created.ok and not offered:
-            self._nvml.ask("nvmlEventSetFree", created.value)
+        if self._events is None or not types.ok or not types.value & bit:
+            self._reason = types.reason or "NVML offers no XID events here"
+            return types.status is not ReadingStatus.FAILED
+        done = self._nvml.ask("nvmlDeviceRegisterEvents", handle, bit, self._events)
+        if done.ok:
+            self._by_nvml |= {uuid.value}
+        return done.status is not ReadingStatus.FAILED
 
     def _nvml_events(self) -> list[HealthReading]:
         bit = self._nvml.constant("nvmlEventTypeXidCriticalError")

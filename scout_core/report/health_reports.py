@@ -61,6 +61,15 @@ def health_report(
     )
 
 
+def ranks_accessible(report: SCOUTFaultReport) -> bool:
+    """Whether the ranks a hardware report names may still hand over their newest state. Pure.
+
+    False for hardware that is to be excluded: the contract's recovery table then selects the RECOVERY_VERIFIED
+    checkpoint ('required rank or machine inaccessible'). It is the `all_ranks_accessible` of a recovery decision.
+    """
+    return report.recommended_action != "restart_excluding"
+
+
 def _kind(event: HealthEvent) -> FaultKind:
     if event.metric in _TELEMETRY:
         return FaultKind.TELEMETRY_LOST

@@ -198,3 +198,25 @@ def test_events_are_registered_again_after_the_driver_was_reloaded() -> None:
     assert [r.status for r in source.read()] == [ReadingStatus.FAILED]
     nvml.emit_xid(1, 79)
     assert [(r.device, r.value) for r in source.read()] == [(nvml.devices[1].uuid, 79)]
+
+
+@pytest.mark.parametrize("trouble", ["init", "all devices", "one device"])
+def test_events_are_registered_later_where_nvml_failed_at_the_start(trouble: str) -> None:
+    nvml = FakeNvml({"devices": [{}, {}]})
+    nvml.init_error = "DRIVER_NOT_LOADED" if trouble == "init" else None
+    for device in nvml.devices[0 if trouble == "all devices" else 1 :]:
+        device.errors = {"*": "UNKNOWN"}
+    source = XidSource(module=nvml, kernel_log=None, clock=Clock())
+    for _ in range(3):
+        assert [r for r in source.read() if r.status is ReadingStatus.OK] == []
+    nvml.emit_xid(0, 31)
+    before = [r.value for r in source.read() if r.status is ReadingStatus.OK]
+    assert before == ([31] if trouble == "one device" else [])
+    nvml.init_error = None
+    for device in nvml.devices:
+        device.errors = {}
+    source.read()
+    nvml.emit_xid(1, 79)
+    assert (nvml.devices[1].uuid, 79) in [(r.device, r.value) for r in source.read()]
+    source.close()
+    assert nvml.opened == 0

@@ -87,7 +87,8 @@ def build(ranks: int, interval: int) -> tuple[Scenario, ...]:
             title="slow layer",
             where=f"{SLOWDOWN_S * 1e3:.0f} ms more in every call of blocks.1",
             ranks=(2,),
-            inject=lambda job: faults.slow_module(job.model.blocks[1], seconds=SLOWDOWN_S),
+            # on the host, since the ranks may share a GPU
+            inject=lambda job: faults.slow_module(job.model.blocks[1], seconds=SLOWDOWN_S, on_host=True),
             expected=Expected(
                 kind=FaultKind.COMPUTE_STRAGGLER,
                 ranks=(2,),

@@ -90,11 +90,14 @@ def nondeterministic_kernel(module: nn.Module, *, every: int = 1, times: int | N
     return ForwardFault(module, act, Schedule(every, times))
 
 
-def slow_module(module: nn.Module, seconds: float, *, every: int = 1, times: int | None = None) -> Fault:
+def slow_module(
+    module: nn.Module, seconds: float, *, on_host: bool = False, every: int = 1, times: int | None = None
+) -> Fault:
     """Make each forward of `module` take `seconds` longer on its device: busy, not asleep.
 
-    On the CPU the calling thread spins for `seconds` of its own CPU time, so a crowded host does not shorten the
-    fault; on a GPU a spinning kernel is queued on the current stream.
+    On the CPU, and `on_host`, the calling thread spins for `seconds` of its own CPU time, so a crowded host does not
+    shorten the fault. On a GPU a spinning kernel is queued on the current stream; where processes share the GPU that
+    slows them all, as they take turns.
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds} must be above 0")
@@ -102,7 +105,7 @@ def slow_module(module: nn.Module, seconds: float, *, every: int = 1, times: int
     def act(forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = forward(*args, **kwargs)
         leaves = tensor_leaves(result) or tensor_leaves((args, dict(kwargs)))
-        if leaves and leaves[0].is_cuda:
+        if leaves and leaves[0].is_cuda and not on_host:
             _spin(round(seconds * _cycles_per_second(leaves[0].device)))
         else:
             end = time.thread_time() + seconds

@@ -4,7 +4,8 @@
 
 Prints driver and module versions, the table of `scout health`, poll times (median, 95th percentile, maximum, in ms)
 per device, the slowest NVML calls, and the proof that NVML alone was used: no process of this pid among the GPUs'
-compute processes, and no libcuda mapped into this process. The target is a poll of at most 20 ms and no context.
+compute processes, torch's CUDA not initialized. (That libcuda is mapped comes of `import torch`, not of a context.)
+The target is a poll of at most 20 ms and no context.
 """
 
 from __future__ import annotations

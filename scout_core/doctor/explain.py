@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from scout_core.doctor.findings import count, rank_text
 from scout_core.report import SCOUTFaultReport
+from scout_core.report.health_reports import with_hardware_cause
 
 _GRAVITY = ("fatal", "warning", "info")
 _LONGEST = 200
@@ -125,7 +126,10 @@ def parse_log(lines: Sequence[str]) -> EventRecords:
 
 
 def incidents(reports: Sequence[SCOUTFaultReport]) -> tuple[Incident, ...]:
-    """One incident per id, gravest first, then in the order of their first report. The newest report speaks for it."""
+    """One incident per id, gravest first, then in the order of their first report. The newest report speaks for it.
+
+    A slow rank whose hardware told of a reason is shown with that reason.
+    """
     grouped: dict[str, list[SCOUTFaultReport]] = {}
     for report in reports:
         grouped.setdefault(report.incident_id, []).append(report)
@@ -134,7 +138,7 @@ def incidents(reports: Sequence[SCOUTFaultReport]) -> tuple[Incident, ...]:
         steps = [s for report in same for s in (report.first_seen_step, report.step) if s is not None]
         found.append(
             Incident(
-                report=same[-1],
+                report=with_hardware_cause(same[-1], reports),
                 times=len(same),
                 first_step=min(steps, default=None),
                 last_step=max(steps, default=None),

@@ -13,7 +13,8 @@ _BY_METRIC = {
     Metric.NVLINK_LINKS: "nvlink",
     Metric.NVLINK_FABRIC: "nvlink",
 }
-_ORDER = ("thermal", "power_brake", "hardware_slowdown", "power_cap", "nvlink", "pcie")
+SLOWDOWN_CAUSES = ("thermal", "power_brake", "hardware_slowdown", "power_cap", "nvlink", "pcie")
+"""Most telling first."""
 
 
 def slowdown_cause(in_force: Iterable[HealthEvent], device: str) -> str | None:
@@ -27,4 +28,4 @@ def slowdown_cause(in_force: Iterable[HealthEvent], device: str) -> str | None:
         if event.device != device:
             continue
         found.add(event.cause if event.metric == Metric.CLOCK_EVENTS else _BY_METRIC.get(event.metric))
-    return next((cause for cause in _ORDER if cause in found), None)
+    return next((cause for cause in SLOWDOWN_CAUSES if cause in found), None)

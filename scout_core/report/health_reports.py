@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from scout_core.health.cause import SLOWDOWN_CAUSES
 from scout_core.health.identity_map import IdentityMap
 from scout_core.health.types import HOST, DeviceIdentity, HealthAction, HealthEvent, HealthSeverity, Metric
 from scout_core.report.fault_report import FaultKind, RecommendedAction, SCOUTFaultReport, Severity, VerdictStatus
@@ -18,6 +19,7 @@ _RECOMMENDED: dict[HealthAction, RecommendedAction] = {
     HealthAction.EXCLUDE_UNTIL_RESET: "restart_excluding",
     HealthAction.EXCLUDE: "restart_excluding",
 }
+_HARDWARE = (FaultKind.HARDWARE_WARNING, FaultKind.HARDWARE_FAULT)
 _TELEMETRY = (Metric.TELEMETRY_LOST, Metric.TELEMETRY_STALE)
 
 
@@ -59,6 +61,27 @@ def health_report(
         recommended_action=_RECOMMENDED[event.action],
         message=_message(event, identity),
     )
+
+
+def with_hardware_cause(slow: SCOUTFaultReport, hardware: Iterable[SCOUTFaultReport]) -> SCOUTFaultReport:
+    """`slow`, if it is a compute straggler on whose rank the hardware told of a reason, with that reason. Pure.
+
+    `hardware` are reports of `health_report`, of any rank and kind; those that began after `slow` explain nothing.
+    Adds `hardware_cause` (one of `SLOWDOWN_CAUSES`) and `hardware_message` to the evidence. Never makes a rank slow that was not.
+    """
+    if slow.kind is not FaultKind.COMPUTE_STRAGGLER:
+        return slow
+    found: dict[str, SCOUTFaultReport] = {}
+    for report in hardware:
+        began = report.step if report.first_seen_step is None else report.first_seen_step
+        late = began is not None and slow.step is not None and began > slow.step
+        if report.kind in _HARDWARE and set(report.ranks) & set(slow.ranks) and not late:
+            found.setdefault(str(report.evidence.get("cause")), report)
+    cause = next((name for name in SLOWDOWN_CAUSES if name in found), None)
+    if cause is None:
+        return slow
+    told = {"hardware_cause": cause, "hardware_message": found[cause].message}
+    return slow.model_copy(update={"evidence": {**slow.evidence, **told}})
 
 
 def ranks_accessible(report: SCOUTFaultReport) -> bool:

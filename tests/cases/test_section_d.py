@@ -24,7 +24,8 @@ from scout_core.health import (
     slowdown_cause,
 )
 from scout_core.health.types import HOST
-from scout_core.report.health_reports import health_report
+from scout_core.report import FaultKind, SCOUTFaultReport
+from scout_core.report.health_reports import health_report, with_hardware_cause
 from tests.health.helpers import Node
 
 V100 = {"name": "Tesla V100-SXM2-16GB", "links": [1] * 6, "fabric": None, "nvlink_generation": 2}
@@ -379,7 +380,13 @@ def test_b04_a_hot_card_warns_and_explains_a_slow_rank() -> None:
         assert set(node.warning_keys()) == {(node.uuid(1), Metric.CLOCK_EVENTS), (node.uuid(1), Metric.SHUTDOWN_MARGIN)}
         assert slowdown_cause(node.monitor.active_warnings(), node.uuid(1)) == "thermal"
         assert slowdown_cause(node.monitor.active_warnings(), node.uuid(0)) is None
-        assert {health_report(event).recommended_action for event in node.told} == {"observe"}
+        told = [health_report(event, ranks=ranks_of(node), step=150) for event in node.told]
+    assert {report.recommended_action for report in told} == {"observe"}
+    explained = with_hardware_cause(_slow(1), told)
+    assert explained.evidence["hardware_cause"] == "thermal"
+    assert (explained.ranks, explained.recommended_action) == ((1,), "observe")
+    assert with_hardware_cause(_slow(0), told) == _slow(0), "another rank's heat explains nothing"
+    assert with_hardware_cause(_slow(1, step=100), told) == _slow(1, step=100), "nor does what came later"
 
 
 def test_b12_a_card_with_half_its_power_limit_warns_and_explains_a_slow_rank() -> None:
@@ -389,6 +396,22 @@ def test_b12_a_card_with_half_its_power_limit_warns_and_explains_a_slow_rank() -
         assert node.alarms == []
         assert node.warning_keys() == [(node.uuid(3), Metric.POWER_CAP)]
         assert slowdown_cause(node.monitor.active_warnings(), node.uuid(3)) == "power_cap"
+        told = [health_report(event, ranks=ranks_of(node), step=150) for event in node.told]
+    assert with_hardware_cause(_slow(3), told).evidence["hardware_cause"] == "power_cap"
+
+
+def _slow(rank: int, step: int = 200) -> SCOUTFaultReport:
+    return SCOUTFaultReport(
+        incident_id=f"slow {rank}",
+        kind=FaultKind.COMPUTE_STRAGGLER,
+        severity="warning",
+        status="Attributed",
+        scope="rank",
+        ranks=(rank,),
+        step=step,
+        recommended_action="observe",
+        message=f"rank {rank} is slow",
+    )
 
 
 @pytest.mark.parametrize("where", ["init", "handle"])

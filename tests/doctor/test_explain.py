@@ -58,6 +58,22 @@ def test_reports_of_one_incident_are_told_once_with_their_span():
     assert found[0].when == "steps 20-30, 2 reports" and found[1].when == "step 50"
 
 
+def test_a_slow_rank_is_told_with_what_its_hardware_said():
+    slow = {"incident_id": "slow", "kind": "compute_straggler", "severity": "warning", "evidence": {}}
+    hot = {
+        "incident_id": "hot",
+        "kind": "hardware_warning",
+        "severity": "warning",
+        "evidence": {"cause": "thermal"},
+        "message": "GPU-2: the clock is held down (thermal)",
+    }
+    told = {i.report.incident_id: evidence_lines(i.report) for i in incidents([report(**slow), report(**hot)])}
+    assert "hardware cause: thermal" in told["slow"]
+    assert "hardware message: GPU-2: the clock is held down (thermal)" in told["slow"]
+    (cool, _) = incidents([report(**slow), report(**hot, ranks=(3,))])
+    assert cool.report.evidence == {}
+
+
 def test_gravest_first():
     found = incidents([report(incident_id=s, severity=s) for s in ("info", "warning", "fatal")])
     assert [i.report.severity for i in found] == ["fatal", "warning", "info"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -115,6 +116,36 @@ def test_a_blocked_source_costs_one_deadline_and_then_nothing() -> None:
         assert time.monotonic() - began < 1.0
     finally:
         blocked.release.set()
+
+
+@pytest.mark.slow
+def test_a_source_blocked_for_60_s_leaves_the_others_on_time_and_close_ends_it() -> None:
+    blocked, times = Blocked(), []
+
+    class Calm:
+        name = "calm"
+
+        def read(self) -> list[HealthReading]:
+            times.append(time.monotonic())
+            return [reading("GPU-c")]
+
+        def close(self) -> None: ...
+
+    config = HealthConfig(poll_interval_s=0.5, read_deadline_s=0.5)
+    monitor = HardwareHealthMonitor(config, [blocked, Calm()]).start()
+    try:
+        assert blocked.entered.wait(30)
+        blocked.release.wait(58)  # nothing releases it: 58 s of it being stuck
+        began = time.monotonic()
+        monitor.close()
+        closing_s = time.monotonic() - began
+    finally:
+        blocked.release.set()
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    print(f"{len(times)} polls, gaps {min(gaps):.3f} to {max(gaps):.3f} s, closed in {closing_s:.3f} s")
+    assert len(times) >= 110
+    assert max(gaps) < 0.5 + 0.5
+    assert closing_s < 1.0
 
 
 def test_a_late_answer_is_taken_by_the_next_poll() -> None:

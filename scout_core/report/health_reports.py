@@ -67,7 +67,8 @@ def with_hardware_cause(slow: SCOUTFaultReport, hardware: Iterable[SCOUTFaultRep
     """`slow`, if it is a compute straggler on whose rank the hardware told of a reason, with that reason. Pure.
 
     `hardware` are reports of `health_report`, of any rank and kind; those that began after `slow` explain nothing.
-    Adds `hardware_cause` (one of `SLOWDOWN_CAUSES`) and `hardware_message` to the evidence. Never makes a rank slow that was not.
+    Adds `hardware_cause` (one of `SLOWDOWN_CAUSES`) and `hardware_message` to the evidence. It explains a rank that was
+    measured to be slow, and never makes one slow that was not.
     """
     if slow.kind is not FaultKind.COMPUTE_STRAGGLER:
         return slow

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+
+from scout_core.health.config import HealthConfig
 
 
 class ConfigError(ValueError):
@@ -84,6 +87,10 @@ class ReplayHarnessConfig(_Strict):
         return self.check_interval if own is None else own
 
 
+_TABLES: dict[str, type[BaseModel]] = {"replay": ReplayHarnessConfig}
+"""Tables whose fields may also be keywords of `attach()` and command-line flags: their names are unique."""
+
+
 class ScoutConfig(_Strict):
     """Everything `attach()` takes. Fields of `replay` may also be given directly as keywords to `attach()`."""
 
@@ -91,6 +98,9 @@ class ScoutConfig(_Strict):
         default=None, description="folder for events.jsonl and all else a run leaves; None: nothing"
     )
     replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
+    health: HealthConfig | None = Field(
+        default=None, description="watch each rank's own GPU for hardware faults; None: do not"
+    )
 
     @classmethod
     def build(cls, config: ScoutConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> ScoutConfig:
@@ -108,17 +118,28 @@ class ScoutConfig(_Strict):
             values = _read_file(Path(config))
         else:
             raise ConfigError(f"config is a {type(config).__name__}; give a ScoutConfig, a dict, or a .json/.toml path")
+        single: dict[str, dict[str, Any]] = {table: {} for table in _TABLES}
         for key, value in overrides.items():
             if key in cls.model_fields:
                 values[key] = value
-            elif key not in ReplayHarnessConfig.model_fields:
+            elif (table := table_of(key)) is not None:
+                single[table][key] = value
+            else:
                 raise ConfigError(_unknown(key))
-        single = {key: value for key, value in overrides.items() if key not in cls.model_fields}
-        values["replay"] = _merged(values.get("replay"), single)
+        values |= {table: _merged(values.get(table), fields) for table, fields in single.items()}
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+
+def table_of(key: str) -> str | None:
+    """The table that has a field of this name, if any."""
+    return next((table for table, model in _TABLES.items() if key in model.model_fields), None)
+
+
+def _table_fields() -> dict[str, FieldInfo]:
+    return {name: field for model in _TABLES.values() for name, field in model.model_fields.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,25 +149,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scout-run-dir", default=None, metavar="DIR", help=ScoutConfig.model_fields["run_dir"].description
     )
-    for name, field in ReplayHarnessConfig.model_fields.items():
+    for name, field in _table_fields().items():
         group.add_argument(f"--scout-{name.replace('_', '-')}", default=None, metavar="V", help=field.description)
 
 
 def from_arguments(namespace: argparse.Namespace) -> ScoutConfig:
     """The configuration a parsed command line asks for; raises `ConfigError` as `ScoutConfig.build` does."""
-    names = ["run_dir", *ReplayHarnessConfig.model_fields]
+    names = ["run_dir", *_table_fields()]
     given = {name: getattr(namespace, f"scout_{name}", None) for name in names}
     overrides = {name: value for name, value in given.items() if value is not None}
     return ScoutConfig.build(getattr(namespace, "scout_config", None), **overrides)
 
 
-def _merged(replay: Any, single: Mapping[str, Any]) -> Any:
-    """`replay` as plain values with single fields overridden; what is no table of fields is left to validation."""
-    if isinstance(replay, BaseModel):
-        replay = replay.model_dump(exclude_unset=True)
-    if replay is None:
+def _merged(table: Any, single: Mapping[str, Any]) -> Any:
+    """A table as plain values with single fields overridden; what is no table of fields is left to validation."""
+    if isinstance(table, BaseModel):
+        table = table.model_dump(exclude_unset=True)
+    if table is None:
         return dict(single)
-    return {**replay, **single} if isinstance(replay, Mapping) else replay
+    return {**table, **single} if isinstance(table, Mapping) else table
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -177,7 +198,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _unknown(key: str) -> str:
-    known = [*ScoutConfig.model_fields, *ReplayHarnessConfig.model_fields]
+    known = [*ScoutConfig.model_fields, *_table_fields()]
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
     return f"unknown configuration key '{key}'; {hint}"
@@ -186,10 +207,11 @@ def _unknown(key: str) -> str:
 def _misplaced(place: tuple[int | str, ...]) -> str | None:
     """What to say of a known key that stands in the wrong table."""
     key = str(place[-1])
-    if len(place) == 1 and key in ReplayHarnessConfig.model_fields:
-        return f"'{key}' belongs into the table 'replay'"
+    table = table_of(key)
+    if table is not None and place[0] != table:
+        return f"'{key}' belongs into the table '{table}'"
     if len(place) > 1 and key in ScoutConfig.model_fields:
-        return f"'{key}' belongs outside the table 'replay'"
+        return f"'{key}' belongs outside the table '{place[0]}'"
     return None
 
 

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
 from scout_core.consensus.readiness import name_ranks
+from scout_core.health.config import HealthConfig
+from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
 from scout_core.peers import PeerGroup, build_peer_group
 from scout_core.pytorch import PyTorchAdapter
@@ -26,12 +28,10 @@ from scout_core.replay.recorder import Recorder
 from scout_core.replay.result import ReplayResult
 from scout_core.replay.schedule import Plan, plan_all, plan_step
 from scout_core.report.check_reports import reports_of
-from scout_core.report.event_log import EventLog
+from scout_core.report.desk import ReportDesk
 from scout_core.report.fault_report import SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
-
-_KEPT_REPORTS = 1024
 
 
 def attach(
@@ -61,18 +61,16 @@ def attach(
 class Scout:
     """The handle of one attached job. A context manager; `close()` takes everything off again.
 
-    `last_result` is the newest `ReplayResult` on this rank, `reports` the newest fault reports of this rank's peers,
-    `step_count` the optimizer steps seen since attaching, `active` whether checks still run.
+    `last_result` is the newest `ReplayResult` on this rank, `step_count` the optimizer steps seen since attaching,
+    `active` whether checks still run.
     """
 
     def __init__(self, adapter: FrameworkAdapter, config: ScoutConfig, hooks: OrchestrationHooks) -> None:
         self.config = config
         self.last_result: ReplayResult | None = None
-        self.reports: deque[SCOUTFaultReport] = deque(maxlen=_KEPT_REPORTS)
         self.step_count = 0
         self.active = True
         self._adapter = adapter
-        self._hooks = hooks
         self._incidents = IncidentBook()
         self._manual_checks = 0
         self._plan: Plan | None = None
@@ -84,12 +82,17 @@ class Scout:
         self._available = _available(surfaces)
         self._recorder = Recorder(adapter, surfaces, config.replay)
         self._runner = CheckRunner(adapter, self._recorder, self._peers, config.replay)
-        writes = config.run_dir is not None and self._peers.position == 0
-        self._log = EventLog(config.run_dir) if writes and config.run_dir is not None else None
+        self._desk = ReportDesk(config.run_dir, hooks.report_fault, first=self._peers.position == 0)
         if self._peers.position == 0:
             _announce(surfaces.notes, surfaces.compiled, self._peers)
+        self._health = self._watch_hardware(config.health) if config.health is not None else None
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
+
+    @property
+    def reports(self) -> deque[SCOUTFaultReport]:
+        """The newest fault reports that concern this rank's peers, oldest first."""
+        return self._desk.reports
 
     def check_now(self) -> ReplayResult:
         """Run the whole catalog at this boundary: embedding, every layer, output head, optimizer slice, live state.
@@ -110,12 +113,16 @@ class Scout:
         return result
 
     def close(self) -> None:
-        """Remove every hook and close the log. Local; no collectives; a second call does nothing."""
+        """Remove every hook, end every monitor, close the log. Local; no collectives; a second call does nothing."""
+        self._stop_checks()
+        if self._health is not None:
+            attempt("ending the hardware monitor", self._health.close)
+        attempt("closing the event log", self._desk.close)
+
+    def _stop_checks(self) -> None:
         self.active = False
         attempt("removing its hooks", self._recorder.close)
         attempt("detaching from the optimizer", self._adapter.close)
-        if self._log is not None:
-            self._log.close()
 
     def __enter__(self) -> Scout:
         return self
@@ -158,41 +165,29 @@ class Scout:
         if outcome.value is None:
             self._stop(plan, outcome.failure.error if outcome.failure is not None else "")
             return None
-        self.last_result = outcome.value
-        attempt("reporting", lambda: self._publish(self.last_result))
-        return outcome.value
+        self.last_result = result = outcome.value
+        attempt("reporting", lambda: self._publish(result))
+        return result
 
-    def _publish(self, result: ReplayResult | None) -> None:
-        assert result is not None
+    def _publish(self, result: ReplayResult) -> None:
         hosts, devices = self._places
         reports = self._incidents.assign(reports_of(result, hosts=hosts, devices=devices), result)
-        self.reports.extend(reports)
-        if self._log is not None:
-            self._log.append(result.to_json())
-        for report in reports:
-            self._deliver(report)
-
-    def _deliver(self, report: SCOUTFaultReport) -> None:
-        """Log a report and hand it to the manager: on the first peer only, so that one fault is told once."""
-        if self._peers.position != 0:
-            return
-        level = {"info": logger.info, "warning": logger.warning, "fatal": logger.error}[report.severity]
-        level("SCOUT %s at step %s: %s", report.kind.value, report.step, report.message)
-        if self._log is not None:
-            self._log.append(report.model_dump(mode="json"))
-        callback = self._hooks.report_fault
-        if callback is not None:
-            attempt("calling the manager's report_fault", lambda: callback(report))
+        self._desk.take_check(result.to_json(), reports)
 
     def _stop(self, plan: Plan, error: str) -> None:
         """A check broke off on this rank: its peers may be anywhere in it, so no further collective is safe."""
         missing = absent_ranks(self._peers, plan)
         report = unmonitored_report(plan, self._peers, missing, error)
-        self.reports.append(report)
-        logger.error("SCOUT checks stop on rank %d: %s", self._peers.rank, report.message)
-        if self._log is not None:
-            attempt("writing the event log", lambda: self._log.append(report.model_dump(mode="json")))  # type: ignore[union-attr]
-        self.close()
+        logger.error("SCOUT checks stop on rank %d", self._peers.rank)
+        self._desk.take_own(report)
+        self._stop_checks()
+
+    def _watch_hardware(self, config: HealthConfig) -> HealthWatch:
+        ordinal = torch.cuda.current_device() if torch.cuda.is_available() else None
+        watch = HealthWatch(
+            config, rank=self._peers.rank, ordinal=ordinal, deliver=self._desk.take_own, step=lambda: self.step_count
+        )
+        return watch.start()
 
 
 def _available(surfaces: Any) -> tuple[str, ...]:

@@ -8,8 +8,13 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# How long one example takes says more about the host than about the code.
+settings.register_profile("scout", deadline=None)
+settings.load_profile("scout")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -177,14 +177,17 @@ class ModuleCapture:
             problem=None if opaque is None else f"an argument of type {opaque} cannot be carried to another rank",
         )
         self._calls.append(call)
-        self._open = call, [
-            _Buffer(
-                tensor=buffer,
-                version=buffer._version,
-                signature=tensor_signature(buffer) if module.training not in self._running else None,
-            )
-            for buffer in module.buffers()
-        ]
+        self._open = (
+            call,
+            [
+                _Buffer(
+                    tensor=buffer,
+                    version=buffer._version,
+                    signature=tensor_signature(buffer) if module.training not in self._running else None,
+                )
+                for buffer in module.buffers()
+            ],
+        )
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._open is not None and (self._recomputed or torch.is_grad_enabled()):

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger("scout")
+_told: set[tuple[str, str]] = set()
+_MOST_TOLD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +32,14 @@ class Outcome(Generic[T]):
 def attempt(what: str, function: Callable[[], T]) -> Outcome[T]:
     """Run `function`; an exception becomes a logged `Failure` instead of reaching the training loop.
 
-    `KeyboardInterrupt` and `SystemExit` pass: they are the user's.
+    The traceback of a failure is logged the first time in a process, its text each time. `KeyboardInterrupt` and
+    `SystemExit` pass: they are the user's.
     """
     try:
         return Outcome(value=function())
     except Exception as error:  # training must go on whatever SCOUT ran into
-        logger.exception("SCOUT failed %s; training goes on", what)
-        return Outcome(failure=Failure(what=what, error=f"{type(error).__name__}: {error}"))
+        text = f"{type(error).__name__}: {error}"
+        known = (what, text) in _told or len(_told) >= _MOST_TOLD
+        _told.add((what, text))
+        logger.error("SCOUT failed %s (%s); training goes on", what, text, exc_info=not known)
+        return Outcome(failure=Failure(what=what, error=text))

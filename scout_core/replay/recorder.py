@@ -48,6 +48,7 @@ class Recorder:
         self._root = RootInput(surfaces.root, self._next_pass)
         self._slice: OptimizerSlice | str | None = None
         self._slice_failed = False
+        self._warned: set[str] = set()
 
     def module(self, recipe: Recipe) -> tuple[str, nn.Module]:
         """Dotted name and module a recipe replays."""
@@ -92,7 +93,7 @@ class Recorder:
         outcome = attempt(
             "capturing the optimizer slice",
             lambda: self._adapter.capture_optimizer_slice(
-                plan.ordinal * budget, budget, draw_missing_gradients=plan.manual
+                plan.optimizer_ordinal * budget, budget, draw_missing_gradients=plan.manual
             ),
         )
         self._slice, self._slice_failed = outcome.value, outcome.failure is not None
@@ -128,6 +129,11 @@ class Recorder:
                 prepared.invocations |= {key: value for key, value in invocations.items() if value is not None}
         return prepared
 
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("SCOUT %s", message)
+
     def close(self) -> None:
         """Remove every hook."""
         self.disarm()
@@ -145,7 +151,7 @@ class Recorder:
         present = [invocation for invocation in invocations.values() if invocation is not None]
         problems = [invocation.problem for invocation in present if invocation.problem is not None]
         if problems:
-            logger.warning("SCOUT cannot replay %s: %s", ", ".join(invocations), problems[0])
+            self._warn_once(f"cannot replay {', '.join(invocations)}: {problems[0]}")
             return RecipeContract(readiness=Readiness.UNAVAILABLE)
         if len(present) < len(invocations) or not all(invocation.complete for invocation in present):
             return RecipeContract(readiness=Readiness.NO_CAPTURE)
@@ -161,7 +167,7 @@ class Recorder:
         if self._slice_failed:
             return RecipeContract(readiness=Readiness.FAILED)
         if isinstance(self._slice, str):
-            logger.warning("SCOUT cannot replay the optimizer update: %s", self._slice)
+            self._warn_once(f"cannot replay the optimizer update: {self._slice}")
             return RecipeContract(readiness=Readiness.UNAVAILABLE)
         if self._slice is None:
             return RecipeContract(readiness=Readiness.NO_CAPTURE)

@@ -1,0 +1,67 @@
+"""`attach(..., health=HealthConfig())`: the rank's own GPU is watched while it trains, and told once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scout_core
+from scout_core.health.fake_nvml import FakeNvml
+from scout_core.manager_api import HealthConfig, OrchestrationHooks, SCOUTFaultReport
+
+
+def trained(steps: int = 3, **settings: Any) -> tuple[scout_core.Scout, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scout = scout_core.attach(model, optimizer, **settings)
+    for _ in range(steps):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return scout, model
+
+
+def test_a_fault_during_training_is_logged_and_handed_to_the_manager_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvml = FakeNvml({"devices": [{}, {"remapped": [0, 0, 0, 1]}]})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = threading.Event()
+    got: list[SCOUTFaultReport] = []
+
+    def report_fault(report: SCOUTFaultReport) -> None:
+        got.append(report)
+        told.set()
+
+    with trained(
+        run_dir=tmp_path, health=HealthConfig(poll_interval_s=0.01), hooks=OrchestrationHooks(report_fault=report_fault)
+    )[0] as scout:
+        assert told.wait(30)
+        assert scout.step_count == 3
+    (report,) = got
+    assert (report.kind.value, report.scope, report.ranks) == ("hardware_fault", "device", (0,))
+    assert report.devices == (nvml.devices[1].uuid,)
+    written = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in written] == ["hardware_fault"]
+    assert list(scout.reports) == got
+    assert nvml.opened == 0, "closing the handle lets go of NVML"
+
+
+@pytest.mark.parametrize("health", [None, HealthConfig()])
+def test_a_cpu_rank_trains_to_the_same_bits_with_no_thread_more(health: HealthConfig | None) -> None:
+    plain = trained()[1].state_dict()
+    before = threading.active_count()
+    scout, model = trained(health=health)
+    assert threading.active_count() == before
+    scout.close()
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())

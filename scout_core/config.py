@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -84,13 +84,44 @@ class ReplayHarnessConfig(_Strict):
         return self.check_interval if own is None else own
 
 
+class OobConfig(_Strict):
+    """The process beside training that names ranks which hang, stall or end, and what it takes for a stall.
+
+    Thresholds are seconds without any published progress, by phase. A loader or a checkpoint file has its own: the
+    larger of the absolute one and a multiple of what that loader or file took as a rule.
+    """
+
+    oob_enabled: bool = Field(default=True, description="watch each rank from a process of its own")
+    oob_failure: Literal["raise", "warn"] = Field(
+        default="raise", description="when that process is lost: fail at the next step, or go on unprotected"
+    )
+    oob_ready_timeout_s: float = Field(default=120.0, gt=0, description="how long attach() waits for all observers")
+    hang_master_addr: str | None = Field(default=None, description="host where the first rank's observer listens")
+    hang_master_port: int | None = Field(default=None, ge=0, le=65535, description="its port; 0: any free one")
+    hang_state_dir: Path | None = Field(
+        default=None, description="folder for status files, and for rendezvous when no address or port is given"
+    )
+    stall_startup_s: float = Field(default=1800.0, gt=0, description="no progress before the first step ends, s")
+    stall_compile_s: float = Field(default=3600.0, gt=0, description="no progress while torch compiles, s")
+    stall_train_s: float = Field(default=120.0, gt=0, description="no progress in training, s")
+    stall_eval_s: float = Field(default=600.0, gt=0, description="no progress in evaluation, s")
+    stall_checkpoint_s: float = Field(default=1800.0, gt=0, description="no progress while checkpointing, s")
+    stall_teardown_s: float = Field(default=600.0, gt=0, description="no progress at the end of the job, s")
+    dataloader_stall_s: float = Field(default=120.0, gt=0, description="one next() of an instrumented loader, s")
+    dataloader_stall_relative: float = Field(default=10.0, ge=1, description="and this multiple of its usual time")
+    checkpoint_stall_s: float = Field(default=600.0, gt=0, description="one instrumented checkpoint read or write, s")
+    checkpoint_stall_relative: float = Field(default=5.0, ge=1, description="and this multiple of its usual time")
+    stall_persistence: int = Field(default=2, ge=1, description="looks of the observer in a row that must confirm it")
+
+
 class ScoutConfig(_Strict):
-    """Everything `attach()` takes. Fields of `replay` may also be given directly as keywords to `attach()`."""
+    """Everything `attach()` takes. Fields of `replay` and `oob` may also be keywords of `attach()` themselves."""
 
     run_dir: Path | None = Field(
         default=None, description="folder for events.jsonl and all else a run leaves; None: nothing"
     )
     replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
+    oob: OobConfig = Field(default_factory=OobConfig)
 
     @classmethod
     def build(cls, config: ScoutConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> ScoutConfig:
@@ -108,20 +139,31 @@ class ScoutConfig(_Strict):
             values = _read_file(Path(config))
         else:
             raise ConfigError(f"config is a {type(config).__name__}; give a ScoutConfig, a dict, or a .json/.toml path")
-        replay = values.get("replay")
-        if isinstance(replay, BaseModel):
-            values["replay"] = replay.model_dump(exclude_unset=True)
+        for section in _SECTIONS:
+            if isinstance(values.get(section), BaseModel):
+                values[section] = values[section].model_dump(exclude_unset=True)
         for key, value in overrides.items():
             if key in cls.model_fields:
                 values[key] = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-            elif key in ReplayHarnessConfig.model_fields:
-                values["replay"] = {**(values.get("replay") or {}), key: value}
+            elif (owner := _section_of(key)) is not None:
+                values[owner] = {**(values.get(owner) or {}), key: value}
             else:
                 raise ConfigError(_unknown(key))
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {"replay": ReplayHarnessConfig, "oob": OobConfig}
+
+
+def _section_of(key: str) -> str | None:
+    return next((section for section, model in _SECTIONS.items() if key in model.model_fields), None)
+
+
+def _section_fields() -> dict[str, Any]:
+    return {name: field for model in _SECTIONS.values() for name, field in model.model_fields.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,13 +173,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scout-run-dir", default=None, metavar="DIR", help=ScoutConfig.model_fields["run_dir"].description
     )
-    for name, field in ReplayHarnessConfig.model_fields.items():
+    for name, field in _section_fields().items():
         group.add_argument(f"--scout-{name.replace('_', '-')}", default=None, metavar="V", help=field.description)
 
 
 def from_arguments(namespace: argparse.Namespace) -> ScoutConfig:
     """The configuration a parsed command line asks for; raises `ConfigError` as `ScoutConfig.build` does."""
-    names = ["run_dir", *ReplayHarnessConfig.model_fields]
+    names = ["run_dir", *_section_fields()]
     given = {name: getattr(namespace, f"scout_{name}", None) for name in names}
     overrides = {name: value for name, value in given.items() if value is not None}
     return ScoutConfig.build(getattr(namespace, "scout_config", None), **overrides)
@@ -169,7 +211,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _unknown(key: str) -> str:
-    known = [*ScoutConfig.model_fields, *ReplayHarnessConfig.model_fields]
+    known = [*ScoutConfig.model_fields, *_section_fields()]
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
     return f"unknown configuration key '{key}'; {hint}"

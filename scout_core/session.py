@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
 from scout_core.consensus.readiness import name_ranks
 from scout_core.manager_api import OrchestrationHooks
+from scout_core.oob import OutOfBand
 from scout_core.peers import PeerGroup, build_peer_group
 from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner
@@ -29,9 +32,11 @@ from scout_core.report.check_reports import reports_of
 from scout_core.report.event_log import EventLog
 from scout_core.report.fault_report import SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
+from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
 
 _KEPT_REPORTS = 1024
+T = TypeVar("T")
 
 
 def attach(
@@ -88,6 +93,16 @@ class Scout:
         self._log = EventLog(config.run_dir) if writes and config.run_dir is not None else None
         if self._peers.position == 0:
             _announce(surfaces.notes, surfaces.compiled, self._peers)
+        self._oob = OutOfBand(
+            config,
+            self._peers,
+            root=surfaces.root,
+            layers={number: module for number, (_, module) in surfaces.hidden.items()},
+            compiled=surfaces.compiled,
+            on_report=self._take_report,
+            on_lost=self._observer_lost,
+        )
+        self._runner.collective_digest = lambda: self._oob.digest
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
 
@@ -109,8 +124,26 @@ class Scout:
             raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         return result
 
+    def instrument_dataloader(self, loader: Iterable[T], *, name: str = "train") -> Iterable[T]:
+        """The loader with its `next()` calls watched: a stall in it is told from one elsewhere. Local."""
+        return self._oob.watch_loader(loader, name)
+
+    def checkpoint_io(self, direction: Literal["read", "write"], *, name: str = "checkpoint") -> Any:
+        """A context for one checkpoint read or write: a stall in it is told from one elsewhere. Local."""
+        return self._oob.checkpoint_io(direction, name)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context for a part of the job with a grace of its own: `eval`, `checkpoint`, `compile`, `teardown`."""
+        return self._oob.phase(name)
+
     def close(self) -> None:
-        """Remove every hook and close the log. Local; no collectives; a second call does nothing."""
+        """Remove every hook, end the observer, close the log. Local; no collectives; a second call does nothing."""
+        self.active = False
+        attempt("ending the out-of-band path", self._oob.close)
+        self._stop_checks()
+
+    def _stop_checks(self) -> None:
+        """Take everything off that checks need; the out-of-band path stays until `close()`."""
         self.active = False
         attempt("removing its hooks", self._recorder.close)
         attempt("detaching from the optimizer", self._adapter.close)
@@ -135,8 +168,10 @@ class Scout:
         A check whose update was skipped is left out: gradients that overflowed are no fault and no state changed.
         """
         if not self.active:
+            self._oob.boundary(self.step_count)
             return
         self.step_count += 1
+        self._oob.boundary(self.step_count)
         if self._plan is not None and applied():
             self._check(self._plan)
         self._arm_next()
@@ -164,6 +199,10 @@ class Scout:
         assert result is not None
         hosts, devices = self._places
         reports = self._incidents.assign(reports_of(result, hosts=hosts, devices=devices), result)
+        if any(reason.field == "collective_digest" for reason in result.inconclusive_reasons):
+            finding = self._oob.explain_digest()
+            reports += [oob_report(finding, run="digest")] if finding is not None else []
+        self._oob.reset_digest()
         self.reports.extend(reports)
         if self._log is not None:
             self._log.append(result.to_json())
@@ -182,6 +221,30 @@ class Scout:
         if callback is not None:
             attempt("calling the manager's report_fault", lambda: callback(report))
 
+    def _take_report(self, record: Mapping[str, Any], deliver: bool) -> None:
+        """A report of the observers, which have written it to the event log. Called in the supervisor's thread."""
+        report = SCOUTFaultReport.model_validate_json(json.dumps(record))
+        if not deliver:
+            self.reports.append(report)
+            logger.error("SCOUT %s: %s", report.kind.value, report.message)
+            return
+        callback = self._hooks.report_fault
+        if callback is not None:
+            attempt("calling the manager's report_fault", lambda: callback(report))
+
+    def _observer_lost(self, reason: str) -> None:
+        """This rank's observer is gone. Called once, in the supervisor's thread."""
+        report = daemon_failure(
+            self._peers.rank, socket.gethostname(), self.step_count, reason, self.config.oob.oob_failure
+        )
+        self.reports.append(report)
+        logger.error("SCOUT %s: %s", report.kind.value, report.message)
+        if self.config.run_dir is not None:
+            attempt("writing the event log", lambda: _append(self.config.run_dir, report))
+        callback = self._hooks.report_fault
+        if callback is not None:
+            attempt("calling the manager's report_fault", lambda: callback(report))
+
     def _stop(self, plan: Plan, error: str) -> None:
         """A check broke off on this rank: its peers may be anywhere in it, so no further collective is safe."""
         missing = absent_ranks(self._peers, plan)
@@ -190,7 +253,14 @@ class Scout:
         logger.error("SCOUT checks stop on rank %d: %s", self._peers.rank, report.message)
         if self._log is not None:
             attempt("writing the event log", lambda: self._log.append(report.model_dump(mode="json")))  # type: ignore[union-attr]
-        self.close()
+        self._stop_checks()
+
+
+def _append(run_dir: Path | None, report: SCOUTFaultReport) -> None:
+    if run_dir is not None:
+        log = EventLog(run_dir)
+        log.append(report.model_dump(mode="json"))
+        log.close()
 
 
 def _available(surfaces: Any) -> tuple[str, ...]:

@@ -61,6 +61,16 @@ def _died_by_itself(view: RankView) -> bool:
 def _exit(primary: list[RankView], views: Mapping[int, RankView]) -> Finding:
     killed = [view for view in primary if (view.process.exit_code or 0) < 0]
     first = killed or primary
+    if len(first) == len(views) > 1:
+        codes = sorted({str(view.process.exit_code) for view in first})
+        return make(
+            "process_exit",
+            (),
+            views,
+            basis="none",
+            message=f"every rank's process ended at once, exit code {', '.join(codes)}: the job was ended from outside "
+            "or fails alike on all ranks",
+        )
     ranks = tuple(sorted(view.rank for view in first))
     told = "; ".join(f"rank {view.rank}: {_how(view)}" for view in sorted(first, key=lambda v: v.rank))
     others = {
@@ -136,7 +146,10 @@ def _left(views: Mapping[int, RankView]) -> Finding | None:
         "only because it had left",
         step=step,
         surface=missing or None,
-        evidence={"how": "missing call", "missing_call": missing, "exit_codes": {
-            str(v.rank): v.process.exit_code for v in views.values() if v.status == "exited"}},
+        evidence={
+            "how": "missing call",
+            "missing_call": missing,
+            "exit_codes": {str(v.rank): v.process.exit_code for v in views.values() if v.status == "exited"},
+        },
         exonerating={str(rank): text for rank, text in waits.reasons(views).items()},
     )

@@ -156,7 +156,7 @@ class WatchedLoader(Generic[T]):
 
 
 def _worker_pids(iterator: Any) -> list[int]:
-    """Process ids of the workers of torch's multi-process iterator (`_workers`, torch 2.x); none for other iterators."""
+    """Process ids of the workers of torch's multi-process iterator (`_workers`, torch 2.x); none for other iterators"""
     workers = getattr(iterator, "_workers", ())
     return [worker.pid for worker in workers if getattr(worker, "pid", None)]
 
@@ -190,7 +190,7 @@ def main_thread_exception(thread: int | None = None) -> str:
     import traceback
 
     ident = thread if thread is not None else threading.main_thread().ident
-    error = sys._current_exceptions().get(ident or 0)
+    error: Any = sys._current_exceptions().get(ident or 0)
     if isinstance(error, tuple):  # Python before 3.12
         error = error[1]
     if not isinstance(error, BaseException):

@@ -128,6 +128,8 @@ def _judge_holding(holding: tuple[int, ...], waits: Waits, views: Mapping[int, R
     speaking = [view for view in late if _proof(view) or (_speaks(view) and view.stalled)]
     if speaking:
         return _own_word(_strongest(speaking), views, victims)
+    if len(waits.waiting()) * 2 < len(views):
+        return _alone(waits, views)
     if len(holding) * 2 >= len(views):
         return make(
             "process_stall",
@@ -150,6 +152,23 @@ def _judge_holding(holding: tuple[int, ...], waits: Waits, views: Mapping[int, R
         surface=missing or None,
         evidence={"doing": doing, "missing_call": missing},
         exonerating=victims,
+    )
+
+
+def _alone(waits: Waits, views: Mapping[int, RankView]) -> Finding:
+    """Few ranks are in a call that most never came to, and those are stuck elsewhere: the few made it alone."""
+    ranks = waits.waiting()
+    call = next(edge.call for edge in waits.edges)
+    return make(
+        "collective_desync",
+        ranks,
+        views,
+        basis="majority",
+        message=f"{_ranks(ranks)}: alone in {call}, which the others never issued; they are elsewhere (in backward, or "
+        "in a collective that cannot be seen)",
+        surface=call,
+        evidence={"how": "extra call", "found": call},
+        exonerating=exonerate(ranks, views),
     )
 
 
@@ -205,8 +224,8 @@ def _apart(ranks: list[RankView], views: Mapping[int, RankView], what: str) -> F
         named,
         views,
         basis="majority" if len(views) > 1 else "direct",
-        message=f"{_ranks(named)}: {what}, no progress for {first.quiet_s:.1f} s (state {first.process.state}, step "
-        f"{first.step}, layer {first.stage})",
+        message=f"{_ranks(named)}: {what}, no progress for {first.quiet_s:.1f} s (state {first.process.state}, "
+        f"cpu {first.process.cpu:.2f}, step {first.step}, layer {first.stage})",
         evidence={"doing": what},
         exonerating=exonerate(named, views),
     )
@@ -283,9 +302,7 @@ def _own_word(view: RankView, views: Mapping[int, RankView], victims: Mapping[st
         )
     if view.activity == "dataloader":
         lost = [worker for worker in view.workers if worker.state in ("T", "Z", "gone")]
-        text = "".join(
-            f"; worker {worker.pid} is {'stopped' if worker.state == 'T' else 'dead'}" for worker in lost
-        )
+        text = "".join(f"; worker {worker.pid} is {'stopped' if worker.state == 'T' else 'dead'}" for worker in lost)
         evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
         return make(
             "dataloader_stall",

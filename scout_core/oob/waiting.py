@@ -31,6 +31,10 @@ class Waits:
         waiting = {edge.waiter for edge in self.edges}
         return tuple(sorted({edge.late for edge in self.edges} - waiting))
 
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks that wait for somebody."""
+        return tuple(sorted({edge.waiter for edge in self.edges}))
+
     @property
     def cycle(self) -> bool:
         """Whether ranks wait for each other with no root among them."""

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 from scout_core.oob.fingerprints import Described, digest_of, group_key
 from scout_core.oob.layout import (
@@ -241,7 +242,7 @@ class Publisher:
             GROUP_HEADER.size + RING * CALL.size
         )
         stride = members[1] - members[0] if len(members) > 1 else 1
-        regular = all(b - a == stride for a, b in zip(members, members[1:], strict=False))
+        regular = all(b - a == stride for a, b in pairwise(members))
         listed = members[:MEMBERS]
         GROUP_HEADER.pack_into(
             self._memory,

@@ -30,7 +30,7 @@ GROUPS_OFFSET = 4352
 GROUPS = 16
 MEMBERS = 64
 GROUP_HEADER = struct.Struct(f"<QQiiiii{MEMBERS}i")  # key, issued, count, start, step, explicit, named, members
-CALL = struct.Struct("<QQiiqq")  # sequence, fingerprint, description, state, optimizer step, monotonic ns
+CALL = struct.Struct("<QQiiqq")  # sequence, fingerprint, description, state, optimizer step, forward passes so far
 RING = 64
 GROUP_BYTES = GROUP_HEADER.size + RING * CALL.size
 

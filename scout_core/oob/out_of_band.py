@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -131,11 +132,25 @@ class OutOfBand:
         if self._peers.control is not None:
             gathered = [None] * self._peers.size
             dist.all_gather_object(gathered, own, group=self._peers.control)
-        views = {
-            rank: RankView(rank=rank, step=calls[-1][3] if calls else 0, groups=(_one_group(calls, self._peers.ranks),))
-            for rank, calls in zip(self._peers.ranks, gathered, strict=True)
-        }
-        return judge_calls(views)
+        for with_step in (False, True):
+            views = {
+                rank: RankView(
+                    rank=rank,
+                    step=calls[-1][3] if calls else 0,
+                    groups=(_one_group(calls, self._peers.ranks, with_step),),
+                )
+                for rank, calls in zip(self._peers.ranks, gathered, strict=True)
+            }
+            finding = judge_calls(views)
+            if finding is not None and with_step:
+                return replace(
+                    finding,
+                    message=finding.message.replace("other call", "step drift, the same call in another step"),
+                    evidence={**finding.evidence, "how": "step drift"},
+                )
+            if finding is not None:
+                return finding
+        return None
 
     def reset_digest(self) -> None:
         """Begin a new digest: the calls so far have been compared."""
@@ -261,13 +276,19 @@ def _one_host() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _one_group(calls: list[tuple[int, int, str, int]], members: tuple[int, ...]) -> GroupView:
+def _one_group(calls: list[tuple[int, int, str, int]], members: tuple[int, ...], with_step: bool) -> GroupView:
     return GroupView(
         key=0,
         members=members,
         issued=len(calls),
         calls=tuple(
-            Call(sequence=i + 1, fingerprint=(fp ^ key) & ((1 << 64) - 1), text=text, state="returned", step=step)
+            Call(
+                sequence=i + 1,
+                fingerprint=((fp ^ key) + (step if with_step else 0)) & ((1 << 64) - 1),
+                text=text,
+                state="returned",
+                step=step,
+            )
             for i, (key, fp, text, step) in enumerate(calls)
         ),
     )

@@ -116,13 +116,14 @@ def read_workers(memory: mmap.mmap) -> tuple[int, ...]:
 
 
 def _call(memory: mmap.mmap, values: tuple[int, ...]) -> Call:
-    sequence, fingerprint, text, state, step, _ = values
+    sequence, fingerprint, text, state, step, passes = values
     return Call(
         sequence=sequence,
         fingerprint=fingerprint,
         text=_text(memory, text, fingerprint),
         state=CallState(state).name.lower(),
         step=step,
+        passes=passes,
     )
 
 

@@ -9,13 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective call of one rank. `state` is `inside`, `returned` or `raised`; `text` says op and call site."""
+    """One collective call of one rank. `state` is `inside`, `returned` or `raised`; `text` says op and call site.
+
+    `step` is the optimizer step within which it was issued, `passes` the forward passes of the model until then.
+    """
 
     sequence: int
     fingerprint: int
     text: str
     state: str
     step: int
+    passes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +87,8 @@ class RankView:
 
     @property
     def stalled(self) -> bool:
-        """Whether it has been quiet for longer than its phase allows."""
-        return self.quiet_s >= self.threshold_s
+        """Whether it lives and has been quiet for longer than its phase allows."""
+        return self.status == "alive" and self.quiet_s >= self.threshold_s
 
     @property
     def position(self) -> tuple[int, int, int]:

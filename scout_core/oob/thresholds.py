@@ -10,8 +10,9 @@ def threshold_s(phase: Phase, activity: Activity, usual_ns: int, config: OobConf
     """Seconds without a publication that are still fine."""
     usual_s = usual_ns / 1e9
     if activity is Activity.DATALOADER:
-        own = max(config.dataloader_stall_s, config.dataloader_stall_relative * usual_s)
-        return max(own, config.stall_startup_s) if phase is Phase.STARTUP and not usual_ns else own
+        if not usual_ns:  # workers are being started, and nothing is known of this loader yet
+            return max(3 * config.dataloader_stall_s, config.stall_startup_s if phase is Phase.STARTUP else 0.0)
+        return max(config.dataloader_stall_s, config.dataloader_stall_relative * usual_s)
     if activity in (Activity.CHECKPOINT_READ, Activity.CHECKPOINT_WRITE):
         return max(config.checkpoint_stall_s, config.checkpoint_stall_relative * usual_s)
     graces = {

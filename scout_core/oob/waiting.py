@@ -54,7 +54,8 @@ class Waits:
         """The first call that this rank has not issued and others have; empty when it is not known."""
         for edge in self.edges:
             if edge.late == late:
-                behind = self.groups[edge.group][late].issued + 1
+                seen = self.groups[edge.group].get(late)  # a rank may not have touched the group yet
+                behind = seen.issued + 1 if seen is not None else 1
                 calls = [c for view in self.groups[edge.group].values() for c in view.calls if c.sequence == behind]
                 return calls[0].text if calls else edge.call
         return ""
@@ -64,12 +65,15 @@ class Waits:
         for edge in self.edges:
             if edge.late != late:
                 continue
-            own = {call.sequence: call for call in self.groups[edge.group][late].calls}
+            seen = self.groups[edge.group].get(late)
+            if seen is None:
+                return 0
+            own = {call.sequence: call for call in seen.calls}
             for call in self.groups[edge.group][edge.waiter].calls:
                 mate: Call | None = own.get(call.sequence)
-                if mate is None and call.sequence > self.groups[edge.group][late].issued:
+                if mate is None and call.sequence > seen.issued:
                     return call.step
-                if mate is not None and mate.step != call.step:
+                if mate is not None and (mate.step, mate.passes) != (call.step, call.passes):
                     return min(mate.step, call.step)
         return None
 

@@ -60,6 +60,7 @@ class Publisher:
         self._step = 0
         self._micro = 0
         self._stage = 0
+        self._passes = 0
         self._phase = int(Phase.STARTUP)
         self._activity = 0
         self._slot = -1
@@ -109,6 +110,7 @@ class Publisher:
     def begin_pass(self) -> None:
         """A forward pass of the whole model begins."""
         self._micro += 1
+        self._passes += 1
         self._stage = 0
         self.publish()
 
@@ -157,7 +159,7 @@ class Publisher:
             self._write_call(slot, sequence, what.fingerprint, text, CallState.INSIDE)
             _pack_issued(self._memory, group_offset(slot) + 8, sequence)
             if self._spans[slot]:
-                self._digest = digest_of(self._digest, members, what.fingerprint)
+                self._digest = digest_of(self._digest, members, what.fingerprint + self._step)
                 self._remember(members, sequence, what)
             self._push()
             self._activity, self._slot, self._sequence = int(Activity.COLLECTIVE), slot, sequence
@@ -225,7 +227,7 @@ class Publisher:
 
     def _write_call(self, slot: int, sequence: int, fingerprint: int, text: int, state: CallState) -> None:
         _pack_call(
-            self._memory, call_offset(slot, sequence), sequence, fingerprint, text, int(state), self._step, _now()
+            self._memory, call_offset(slot, sequence), sequence, fingerprint, text, int(state), self._step, self._passes
         )
 
     def _take_slot(self, members: tuple[int, ...]) -> int:

@@ -23,7 +23,7 @@ from tests.oob.jobs import STALL_S, WIDTH, TinyJob, first_report, idle, reduce, 
 
 def check(report: dict[str, Any], kind: str, ranks: list[int], phase: str = "train", action: str = "stop") -> None:
     seen = (report["kind"], report["ranks"], report["phase"], report["recommended_action"])
-    assert seen == (kind, ranks, phase, action), report["message"]
+    assert seen == (kind, ranks, phase, action), (report["message"], report["evidence"])
     if ranks:
         assert report["status"] == "Attributed" and report["exonerating"]
 
@@ -186,7 +186,7 @@ class WorkerIds(Dataset[torch.Tensor]):
 
 
 def a10_loader_worker(run_dir: str, number: int) -> None:
-    job = TinyJob(run_dir, dataloader_stall_s=2 * STALL_S)
+    job = TinyJob(run_dir, dataloader_stall_s=8 * STALL_S, stall_eval_s=2 * STALL_S)
     job.step()
     loader = job.scout.instrument_dataloader(DataLoader(WorkerIds(), batch_size=2, num_workers=1), name="valid")
     job.model.eval()

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -87,17 +87,48 @@ class ReplayHarnessConfig(_Strict):
         return self.check_interval if own is None else own
 
 
-_TABLES: dict[str, type[BaseModel]] = {"replay": ReplayHarnessConfig}
+class OobConfig(_Strict):
+    """The process beside training that names ranks which hang, stall or end, and what it takes for a stall.
+
+    Thresholds are seconds without any published progress, by phase. A loader or a checkpoint file has its own: the
+    larger of the absolute one and a multiple of what that loader or file took as a rule.
+    """
+
+    oob_enabled: bool = Field(default=True, description="watch each rank from a process of its own")
+    oob_failure: Literal["raise", "warn"] = Field(
+        default="raise", description="when that process is lost: fail at the next step, or go on unprotected"
+    )
+    oob_ready_timeout_s: float = Field(default=120.0, gt=0, description="how long attach() waits for all observers")
+    hang_master_addr: str | None = Field(default=None, description="host where the first rank's observer listens")
+    hang_master_port: int | None = Field(default=None, ge=0, le=65535, description="its port; 0: any free one")
+    hang_state_dir: Path | None = Field(
+        default=None, description="folder for status files, and for rendezvous when no address or port is given"
+    )
+    stall_startup_s: float = Field(default=1800.0, gt=0, description="no progress before the first step ends, s")
+    stall_compile_s: float = Field(default=3600.0, gt=0, description="no progress while torch compiles, s")
+    stall_train_s: float = Field(default=120.0, gt=0, description="no progress in training, s")
+    stall_eval_s: float = Field(default=600.0, gt=0, description="no progress in evaluation, s")
+    stall_checkpoint_s: float = Field(default=1800.0, gt=0, description="no progress while checkpointing, s")
+    stall_teardown_s: float = Field(default=600.0, gt=0, description="no progress at the end of the job, s")
+    dataloader_stall_s: float = Field(default=120.0, gt=0, description="one next() of an instrumented loader, s")
+    dataloader_stall_relative: float = Field(default=10.0, ge=1, description="and this multiple of its usual time")
+    checkpoint_stall_s: float = Field(default=600.0, gt=0, description="one instrumented checkpoint read or write, s")
+    checkpoint_stall_relative: float = Field(default=5.0, ge=1, description="and this multiple of its usual time")
+    stall_persistence: int = Field(default=2, ge=1, description="looks of the observer in a row that must confirm it")
+
+
+_TABLES: dict[str, type[BaseModel]] = {"replay": ReplayHarnessConfig, "oob": OobConfig}
 """Tables whose fields may also be keywords of `attach()` and command-line flags: their names are unique."""
 
 
 class ScoutConfig(_Strict):
-    """Everything `attach()` takes. Fields of `replay` may also be given directly as keywords to `attach()`."""
+    """Everything `attach()` takes. Fields of `replay` and `oob` may also be keywords of `attach()` themselves."""
 
     run_dir: Path | None = Field(
         default=None, description="folder for events.jsonl and all else a run leaves; None: nothing"
     )
     replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
+    oob: OobConfig = Field(default_factory=OobConfig)
     health: HealthConfig | None = Field(
         default=None, description="watch each rank's own GPU for hardware faults; None: do not"
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from scout_core.consensus.readiness import name_ranks
 from scout_core.health.config import HealthConfig
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
+from scout_core.oob import OutOfBand
 from scout_core.peers import PeerGroup, build_peer_group
 from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner
@@ -31,7 +34,10 @@ from scout_core.report.check_reports import reports_of
 from scout_core.report.desk import ReportDesk
 from scout_core.report.fault_report import SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
+from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
+
+T = TypeVar("T")
 
 
 def attach(
@@ -86,6 +92,16 @@ class Scout:
         if self._peers.position == 0:
             _announce(surfaces.notes, surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
+        self._oob = OutOfBand(
+            config,
+            self._peers,
+            root=surfaces.root,
+            layers={number: module for number, (_, module) in surfaces.hidden.items()},
+            compiled=surfaces.compiled,
+            on_report=self._take_report,
+            on_lost=self._observer_lost,
+        )
+        self._runner.collective_digest = lambda: self._oob.digest
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
 
@@ -112,14 +128,28 @@ class Scout:
             raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         return result
 
+    def instrument_dataloader(self, loader: Iterable[T], *, name: str = "train") -> Iterable[T]:
+        """The loader with its `next()` calls watched: a stall in it is told from one elsewhere. Local."""
+        return self._oob.watch_loader(loader, name)
+
+    def checkpoint_io(self, direction: Literal["read", "write"], *, name: str = "checkpoint") -> Any:
+        """A context for one checkpoint read or write: a stall in it is told from one elsewhere. Local."""
+        return self._oob.checkpoint_io(direction, name)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context for a part of the job with a grace of its own: `eval`, `checkpoint`, `compile`, `teardown`."""
+        return self._oob.phase(name)
+
     def close(self) -> None:
-        """Remove every hook, end every monitor, close the log. Local; no collectives; a second call does nothing."""
-        self._stop_checks()
+        """Remove every hook, end observer and monitors, close the log. Local; no collectives; may be called twice."""
+        attempt("ending the out-of-band path", self._oob.close)
         if self._health is not None:
             attempt("ending the hardware monitor", self._health.close)
+        self._stop_checks()
         attempt("closing the event log", self._desk.close)
 
     def _stop_checks(self) -> None:
+        """Take everything off that checks need; the out-of-band path stays until `close()`."""
         self.active = False
         attempt("removing its hooks", self._recorder.close)
         attempt("detaching from the optimizer", self._adapter.close)
@@ -142,8 +172,10 @@ class Scout:
         A check whose update was skipped is left out: gradients that overflowed are no fault and no state changed.
         """
         if not self.active:
+            self._oob.boundary(self.step_count)
             return
         self.step_count += 1
+        self._oob.boundary(self.step_count)
         if self._plan is not None and applied():
             self._check(self._plan)
         else:
@@ -172,7 +204,20 @@ class Scout:
     def _publish(self, result: ReplayResult) -> None:
         hosts, devices = self._places
         reports = self._incidents.assign(reports_of(result, hosts=hosts, devices=devices), result)
+        if any(reason.field == "collective_digest" for reason in result.inconclusive_reasons):
+            finding = self._oob.explain_digest()
+            reports += [oob_report(finding, run="digest")] if finding is not None else []
+        self._oob.reset_digest()
         self._desk.take_check(result.to_json(), reports)
+
+    def _take_report(self, record: Mapping[str, Any], deliver: bool) -> None:
+        """A report of the observers, which have written it to the event log. Called in the supervisor's thread."""
+        self._desk.take_written(SCOUTFaultReport.model_validate_json(json.dumps(record)), deliver=deliver)
+
+    def _observer_lost(self, reason: str) -> None:
+        """This rank's observer is gone. Called once, in the supervisor's thread."""
+        policy = self.config.oob.oob_failure
+        self._desk.take_own(daemon_failure(self._peers.rank, socket.gethostname(), self.step_count, reason, policy))
 
     def _stop(self, plan: Plan, error: str) -> None:
         """A check broke off on this rank: its peers may be anywhere in it, so no further collective is safe."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +56,7 @@ class CheckRunner:
         self._config = config
         self._known: dict[str, Qualification] = {}
         self._lenient: set[str] = set()
+        self.collective_digest: Callable[[], int] = lambda: 0
         self._judge = StragglerJudge(
             StragglerThresholds(
                 relative=config.straggler_relative,
@@ -85,6 +86,7 @@ class CheckRunner:
         contract = RankContract(
             step=plan.step,
             check_index=plan.ordinal,
+            collective_digest=self.collective_digest(),
             seed=structure_signature((plan.step, plan.ordinal, self._peers.ranks)),
             recipes=prepared.contracts,
         )

@@ -46,6 +46,15 @@ class ReportDesk:
         self.reports.append(report)
         self._tell(report)
 
+    def take_written(self, report: SCOUTFaultReport, *, deliver: bool) -> None:
+        """A report that an observer has written to the event log: kept and logged, or handed to the manager by the one
+        rank that is told to `deliver` it. Any thread may call."""
+        if deliver:
+            self._hand_on(report)
+        else:
+            self.reports.append(report)
+            self._say(report)
+
     def close(self) -> None:
         """Close the event log; reports that come later are still kept, logged and handed on."""
         with self._lock:
@@ -54,9 +63,15 @@ class ReportDesk:
                 self._log.close()
 
     def _tell(self, report: SCOUTFaultReport) -> None:
+        self._say(report)
+        self._write(report.model_dump(mode="json"))
+        self._hand_on(report)
+
+    def _say(self, report: SCOUTFaultReport) -> None:
         level = {"info": logger.info, "warning": logger.warning, "fatal": logger.error}[report.severity]
         level("SCOUT %s at step %s: %s", report.kind.value, report.step, report.message)
-        self._write(report.model_dump(mode="json"))
+
+    def _hand_on(self, report: SCOUTFaultReport) -> None:
         callback = self._report_fault
         if callback is not None:
             attempt("calling the manager's report_fault", lambda: callback(report))

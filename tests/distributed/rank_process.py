@@ -149,6 +149,13 @@ def _take_seat(seat: RankSeat) -> Any:
     import torch
     import torch.distributed as dist
 
+    from scout_core.config import OobConfig, ScoutConfig
+
+    # An observer process at each of the hundreds of attaches would take longer than the tests; those of the
+    # out-of-band path switch it on.
+    OobConfig.model_fields["oob_enabled"].default = False
+    OobConfig.model_rebuild(force=True)
+    ScoutConfig.model_rebuild(force=True)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(seat.rank),

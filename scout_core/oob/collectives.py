@@ -1,0 +1,274 @@
+"""Watching the public collectives of `torch.distributed` from Python, and taking every patch off again.
+
+Each function is replaced in the modules that export it by one that records the call and calls the original. While a
+graph is traced the original is called alone, so compiled code stays what it was. Collectives that C++ issues (DDP's
+reducer, FSDP's streams) are not seen here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from scout_core.oob.fingerprints import Described, describe, tensor_text
+from scout_core.oob.layout import CallState, Farewell
+from scout_core.oob.writer import Publisher
+
+_PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
+_OWN_GROUP = "scout_control"
+_KEPT_WORKS = 1024
+
+Metadata = Callable[[Sequence[Any], dict[str, Any]], tuple[object, ...]]
+
+
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any = None) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+def _tensor(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return tensor_text(value.dtype, value.shape)
+    if isinstance(value, (list, tuple)):
+        return "[" + " ".join(_tensor(item) for item in value[:64]) + f"]x{len(value)}"
+    return "-"
+
+
+def _op(value: Any) -> str:
+    return str(value).rpartition(".")[2] if value is not None else "SUM"
+
+
+def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return _tensor(_argument(args, kwargs, 0, "tensor")), _op(_argument(args, kwargs, 1, "op"))
+
+
+def _broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    source = _argument(args, kwargs, 1, "src")
+    root = f"src={source}" if source is not None else f"group_src={kwargs.get('group_src')}"
+    return _tensor(_argument(args, kwargs, 0, "tensor")), root
+
+
+def _reduce(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    root = _argument(args, kwargs, 1, "dst", kwargs.get("group_dst"))
+    return _tensor(_argument(args, kwargs, 0, "tensor")), f"dst={root}", _op(_argument(args, kwargs, 2, "op"))
+
+
+def _first(name: str) -> Metadata:
+    return lambda args, kwargs: (_tensor(_argument(args, kwargs, 0, name)),)
+
+
+def _second(name: str) -> Metadata:
+    return lambda args, kwargs: (_tensor(_argument(args, kwargs, 1, name)),)
+
+
+def _scattered(name: str) -> Metadata:
+    def metadata(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+        return _tensor(_argument(args, kwargs, 1, name)), _op(_argument(args, kwargs, 2, "op"))
+
+    return metadata
+
+
+def _exchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """AllToAll: the type and the trailing sizes; what each rank sends to whom may lawfully differ."""
+    value = args[0] if args else next(iter(kwargs.values()), None)
+    if isinstance(value, (list, tuple)):
+        return (str(value[0].dtype) if value else "-", len(value))
+    return (str(value.dtype), tuple(value.shape[1:])) if isinstance(value, torch.Tensor) else ("-",)
+
+
+def _nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return ()
+
+
+def _root(index: int, name: str) -> Metadata:
+    return lambda args, kwargs: (f"{name}={_argument(args, kwargs, index, name)}",)
+
+
+_FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
+    # name: what must be equal on all ranks, place of `group` among the positional arguments
+    "all_reduce": (_reduced, 2),
+    "all_reduce_coalesced": (_reduced, 2),
+    "broadcast": (_broadcast, 2),
+    "reduce": (_reduce, 3),
+    "all_gather": (_first("tensor_list"), 2),
+    "all_gather_into_tensor": (_first("output_tensor"), 2),
+    "all_gather_coalesced": (_first("output_tensor_lists"), 2),
+    "reduce_scatter": (_scattered("input_list"), 3),
+    "reduce_scatter_tensor": (_scattered("input"), 3),
+    "scatter": (_first("tensor"), 3),
+    "gather": (_first("tensor"), 3),
+    "all_to_all": (_exchanged, 2),
+    "all_to_all_single": (_exchanged, 4),
+    "barrier": (_nothing, 0),
+    "monitored_barrier": (_nothing, 0),
+    "all_gather_object": (_nothing, 2),
+    "gather_object": (_root(2, "dst"), 3),
+    "broadcast_object_list": (_root(1, "src"), 2),
+    "scatter_object_list": (_root(2, "src"), 3),
+}
+_POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
+_FUNCTIONAL: dict[str, Metadata] = {
+    "all_reduce": lambda a, k: (_tensor(a[0]), str(_argument(a, k, 1, "reduceOp", "sum")).upper()),
+    "all_gather_tensor": lambda a, k: (_tensor(a[0]), f"dim={_argument(a, k, 1, 'gather_dim')}"),
+    "reduce_scatter_tensor": lambda a, k: (_tensor(a[0]), str(_argument(a, k, 1, "reduceOp", "sum")).upper()),
+    "broadcast": lambda a, k: (_tensor(a[0]), f"src={_argument(a, k, 1, 'src')}"),
+    "all_to_all_single": _exchanged,
+}
+
+
+class CollectiveWatch:
+    """Installs the patches for one publisher. `close()` puts every original back where this watch had replaced it."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._depth = 0
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._works: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
+        for name, (metadata, place) in _FUNCTIONS.items():
+            self._replace_function(name, metadata, place)
+        for name in _POINT_TO_POINT:
+            self._replace_function(name, None, None)
+        functional = sys.modules.get("torch.distributed._functional_collectives")
+        for name, metadata in _FUNCTIONAL.items() if functional is not None else ():
+            original = getattr(functional, name, None)
+            if original is not None:
+                self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, None))
+        self._set(c10d.Work, "wait", self._waiting(c10d.Work.wait))
+
+    def close(self) -> None:
+        """Undo every patch that is still in place; a patch that somebody wrapped meanwhile goes quiet instead."""
+        for owner, name, replacement, original in reversed(self._undo):
+            if owner.__dict__.get(name) is replacement:
+                setattr(owner, name, original)
+        self._undo.clear()
+        self._depth = 1 << 30
+        self._works.clear()
+        self._members.clear()
+
+    def _replace_function(self, name: str, metadata: Metadata | None, place: int | None) -> None:
+        original = getattr(c10d, name, None)
+        if original is None:
+            return
+        replacement = self._wrap(name, original, metadata, place)
+        for module in (c10d, dist):
+            if module.__dict__.get(name) is original:
+                self._set(module, name, replacement)
+
+    def _set(self, owner: Any, name: str, replacement: Any) -> None:
+        self._undo.append((owner, name, replacement, owner.__dict__.get(name)))
+        setattr(owner, name, replacement)
+
+    def _wrap(self, name: str, original: Any, metadata: Metadata | None, place: int | None) -> Any:
+        publisher = self._publisher
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._depth:
+                return original(*args, **kwargs)
+            if metadata is None:
+                return self._pass_through(original, args, kwargs)
+            members = self._group(args, kwargs, place)
+            if members is None:
+                return original(*args, **kwargs)
+            what = _described(name, metadata, args, kwargs)
+            slot, sequence = publisher.begin_call(members, what)
+            self._depth += 1
+            state = CallState.RAISED
+            try:
+                result = original(*args, **kwargs)
+                state = CallState.RETURNED
+            except RuntimeError as error:
+                publisher.farewell(Farewell.COLLECTIVE_FAILED, f"{what.text}: {error}")
+                raise
+            finally:
+                self._depth -= 1
+                publisher.end_call(slot, sequence, state)
+            if isinstance(result, c10d.Work):
+                self._keep(result, slot, sequence)
+            return result
+
+        return watched
+
+    def _pass_through(self, original: Any, args: Any, kwargs: Any) -> Any:
+        """Point to point: progress, but nothing that all ranks of a group would issue alike."""
+        self._publisher.publish()
+        self._depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            self._publisher.publish()
+
+    def _waiting(self, original: Any) -> Any:
+        publisher = self._publisher
+
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(work, *args, **kwargs)
+            known = self._works.pop(id(work), None)
+            if known is None or self._depth:
+                return original(work, *args, **kwargs)
+            publisher.wait_for(*known)
+            try:
+                return original(work, *args, **kwargs)
+            except RuntimeError as error:
+                publisher.farewell(Farewell.COLLECTIVE_FAILED, f"waiting for collective #{known[1]}: {error}")
+                raise
+            finally:
+                publisher.leave()
+
+        return wait
+
+    def _keep(self, work: Any, slot: int, sequence: int) -> None:
+        self._works[id(work)] = (slot, sequence)
+        if len(self._works) > _KEPT_WORKS:
+            self._works.popitem(last=False)
+
+    def _group(self, args: Any, kwargs: Any, place: int | None) -> tuple[int, ...] | None:
+        """Global ranks of the group a call is made on; None for SCOUT's own group, and where this rank is no member."""
+        group = kwargs.get("group")
+        if group is None and place is not None and len(args) > place:
+            group = args[place]
+        if not isinstance(group, c10d.ProcessGroup):
+            group = c10d.group.WORLD
+        if group is None:
+            return None
+        found = self._members.get(id(group))
+        if found is None or found[0] is not group:
+            try:
+                own = group.group_desc == _OWN_GROUP
+                members = None if own else tuple(dist.get_process_group_ranks(group))
+            except (RuntimeError, KeyError):
+                members = None
+            found = self._members[id(group)] = (group, members)
+        return found[1]
+
+
+def _described(name: str, metadata: Metadata, args: Sequence[Any], kwargs: dict[str, Any]) -> Described:
+    try:
+        found = metadata(args, kwargs)
+    except (IndexError, AttributeError, TypeError):  # a call that torch itself is going to refuse
+        found = ("?",)
+    return describe(name, found, _call_site())
+
+
+def _call_site() -> str:
+    """File and line of the innermost frame that is neither torch's nor SCOUT's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGES):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "torch"

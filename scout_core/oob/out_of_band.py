@@ -1,0 +1,313 @@
+"""The out-of-band path of one rank, composed: what `attach()` starts and the handle hands on to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from scout_core.config import OobConfig, ScoutConfig
+from scout_core.oob.channel import Channel, Scope, start_ticks, sweep
+from scout_core.oob.collectives import CollectiveWatch
+from scout_core.oob.findings import Finding
+from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, WatchedLoader
+from scout_core.oob.layout import Farewell, Phase
+from scout_core.oob.records import Call, GroupView, RankView
+from scout_core.oob.rendezvous import Meeting, Run, meeting_of, this_run
+from scout_core.oob.seat import Seat
+from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
+from scout_core.oob.verdict import judge_calls
+from scout_core.oob.writer import Publisher
+from scout_core.peers import PeerGroup
+from scout_core.replay.guard import logger
+
+T = TypeVar("T")
+_attached = 0
+_live: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for publisher in list(_live):
+        publisher.detach()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class OutOfBand:
+    """Publisher, patches, observer and supervisor of one rank. Every rank in `peers` constructs one at attach.
+
+    No collectives; the ranks agree on the rendezvous through the job's store. `on_report(record, deliver)` and
+    `on_lost(reason)` are called in a thread of this process. With `oob_enabled=False` everything here does nothing.
+    """
+
+    def __init__(
+        self,
+        config: ScoutConfig,
+        peers: PeerGroup,
+        *,
+        root: nn.Module,
+        layers: Mapping[int, nn.Module],
+        compiled: bool,
+        on_report: Callable[[dict[str, Any], bool], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        global _attached
+        _attached += 1
+        self._config: OobConfig = config.oob
+        self._peers = peers
+        self._on_lost = on_lost
+        self._lost = ""
+        self._raised = False
+        self._publisher: Publisher | None = None
+        self._supervisor: Supervisor | None = None
+        self._undo: list[Callable[[], None]] = []
+        if not config.oob.oob_enabled:
+            return
+        sweep()
+        run = this_run()
+        scope = Scope(
+            run=run.run, attempt=run.attempt, pid=os.getpid(), peers=peers.ranks, rank=peers.rank, ordinal=_attached
+        )
+        self._channel = Channel.create(scope, world=peers.size)
+        self._undo.append(lambda: self._channel.close(unlink=True))
+        self._publisher = publisher = Publisher(self._channel.memory, peers.ranks)
+        _live.add(publisher)
+        self._folder = self._state_folder()
+        self._start_observer(config, run, on_report)
+        self._undo.append(CollectiveWatch(publisher).close)
+        if not compiled:
+            self._undo.append(ModelWatch(publisher, root, layers).close)
+        self._compiler = CompileWatch(publisher)
+        self._compiler.look()
+        self._undo.append(self._compiler.close)
+        self._undo.append(_watch_exceptions(publisher))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this rank publishes."""
+        return self._publisher is not None
+
+    @property
+    def observer_pid(self) -> int | None:
+        """Process id of this rank's observer, None without one."""
+        return self._supervisor.process.pid if self._supervisor is not None else None
+
+    @property
+    def digest(self) -> int:
+        """Rolling word over the collectives since the last check; 0 when nothing is published."""
+        return self._publisher.digest if self._publisher is not None else 0
+
+    def boundary(self, step: int) -> None:
+        """An optimizer step is done. Raises `ObserverLost` once when protection is gone and the policy is to stop."""
+        if self._publisher is None:
+            return
+        self._publisher.boundary(step)
+        self._compiler.look()
+        if self._lost and self._config.oob_failure == "raise" and not self._raised:
+            self._raised = True
+            raise ObserverLost(
+                f"the out-of-band observer of rank {self._peers.rank} is lost ({self._lost}); "
+                "restart the job, or set oob_failure='warn' to go on without it"
+            )
+
+    def explain_digest(self) -> Finding | None:
+        """The first divergent call when the peers' digests differ. Every peer calls; one object gather."""
+        own = self._publisher.recent_calls() if self._publisher is not None else []
+        gathered: list[Any] = [own]
+        if self._peers.control is not None:
+            gathered = [None] * self._peers.size
+            dist.all_gather_object(gathered, own, group=self._peers.control)
+        for with_step in (False, True):
+            views = {
+                rank: RankView(
+                    rank=rank,
+                    step=calls[-1][3] if calls else 0,
+                    groups=(_one_group(calls, self._peers.ranks, with_step),),
+                )
+                for rank, calls in zip(self._peers.ranks, gathered, strict=True)
+            }
+            finding = judge_calls(views)
+            if finding is not None and with_step:
+                return replace(
+                    finding,
+                    message=finding.message.replace("other call", "step drift, the same call in another step"),
+                    evidence={**finding.evidence, "how": "step drift"},
+                )
+            if finding is not None:
+                return finding
+        return None
+
+    def reset_digest(self) -> None:
+        """Begin a new digest: the calls so far have been compared."""
+        if self._publisher is not None:
+            self._publisher.reset_digest()
+
+    def watch_loader(self, loader: Iterable[T], name: str) -> Iterable[T]:
+        """The loader, its `next()` calls published; the loader itself when nothing is published."""
+        return loader if self._publisher is None else WatchedLoader(loader, name, self._publisher)
+
+    def checkpoint_io(self, direction: Literal["read", "write"], name: str) -> AbstractContextManager[None]:
+        """A block that reads or writes a checkpoint."""
+        if direction not in ("read", "write"):
+            raise ValueError(f"direction={direction!r}; give 'read' or 'write'")
+        return self._io(direction, name)
+
+    @contextmanager
+    def _io(self, direction: str, name: str) -> Iterator[None]:
+        if self._publisher is None:
+            yield
+            return
+        self._files = getattr(self, "_files", None) or Checkpoints(self._publisher)
+        with self._files.io(direction, name):
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block in the phase `startup`, `compile`, `train`, `eval`, `checkpoint` or `teardown`, with its grace."""
+        phase = Phase[name.upper()]
+        if self._publisher is None:
+            yield
+            return
+        before = self._publisher.phase
+        self._publisher.set_phase(phase)
+        try:
+            yield
+        finally:
+            self._publisher.set_phase(before)
+
+    def close(self) -> None:
+        """Take off every patch and hook, see the observer off, remove the segment. A second call does nothing."""
+        if self._publisher is None:
+            return
+        publisher, self._publisher = self._publisher, None
+        publisher.farewell(Farewell.CLOSED)
+        if self._supervisor is not None:
+            self._supervisor.close()
+        while self._undo:
+            self._undo.pop()()
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def _state_folder(self) -> Path:
+        if self._config.hang_state_dir is not None:
+            self._config.hang_state_dir.mkdir(parents=True, exist_ok=True)
+            return self._config.hang_state_dir
+        folder = Path(tempfile.mkdtemp(prefix="scout-oob-"))
+        self._undo.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+        return folder
+
+    def _start_observer(self, config: ScoutConfig, run: Run, on_report: Callable[[dict[str, Any], bool], None]) -> None:
+        peers = self._peers
+        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        meeting = meeting_of(config.oob, run, peers.ranks, _attached, torchrun)
+        leads = peers.position == 0 and meeting.file is None and peers.size > 1
+        stacks = self._folder / f"stacks-{peers.rank}-{os.getpid()}"
+        file = register_stacks(stacks)
+        self._undo.append(file.close)
+        assert self._publisher is not None
+        self._publisher.stacks_signal(STACKS_SIGNAL)
+        seat = Seat(
+            rank=peers.rank,
+            peers=peers.ranks,
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            channel=self._channel.name,
+            token=self._channel.token.hex(),
+            run=run.run,
+            attempt=run.attempt,
+            port=meeting.port if leads else None,
+            file=meeting.file.absolute() if meeting.file is not None else None,
+            run_dir=config.run_dir.absolute() if config.run_dir is not None else None,
+            state_dir=self._folder.absolute(),
+            stacks=stacks.absolute(),
+            config=config.oob,
+        )
+        try:
+            self._supervisor = Supervisor(seat, on_report, self._observer_lost)
+            if peers.size > 1 and meeting.file is None:
+                self._agree(meeting, run, leads)
+            self._supervisor.hear("ready", config.oob.oob_ready_timeout_s)
+        except (ObserverLost, OSError, RuntimeError) as error:
+            self._observer_lost(str(error))
+
+    def _agree(self, meeting: Meeting, run: Run, leads: bool) -> None:
+        """The first rank says through the job's store where its observer listens; every rank logs a move."""
+        assert self._supervisor is not None
+        store = c10d.PrefixStore(
+            f"scout-oob/{run.attempt}/{self._peers.ranks[0]}/{_attached}", c10d._get_default_store()
+        )
+        timeout = self._config.oob_ready_timeout_s
+        if leads:
+            told = self._supervisor.hear("listening", timeout)
+            address = meeting.address
+            if address == "127.0.0.1" and self._config.hang_master_addr is None and not _one_host():
+                address = socket.gethostname()
+            store.set("where", f"{address}|{told['listening']}|{told['note']}")
+        store.wait(["where"], timedelta(seconds=timeout))
+        address, port, note = store.get("where").decode().split("|", 2)
+        if note:
+            logger.warning("SCOUT: out-of-band rendezvous: %s", note)
+        if not leads:
+            self._supervisor.tell({"address": address, "port": int(port)})
+
+    def _observer_lost(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = reason
+            self._on_lost(reason)
+
+
+def _one_host() -> bool:
+    """Whether all ranks run on this host, as far as torchrun says."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def _one_group(calls: list[tuple[int, int, str, int]], members: tuple[int, ...], with_step: bool) -> GroupView:
+    return GroupView(
+        key=0,
+        members=members,
+        issued=len(calls),
+        calls=tuple(
+            Call(
+                sequence=i + 1,
+                fingerprint=((fp ^ key) + (step if with_step else 0)) & ((1 << 64) - 1),
+                text=text,
+                state="returned",
+                step=step,
+            )
+            for i, (key, fp, text, step) in enumerate(calls)
+        ),
+    )
+
+
+def _watch_exceptions(publisher: Publisher) -> Callable[[], None]:
+    """Note the exception that ends the process before whoever handles it does; returns the undo."""
+    before = sys.excepthook
+
+    def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, Exception) or kind is KeyboardInterrupt:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            publisher.farewell(Farewell.EXCEPTION, text)
+        before(kind, error, trace)
+
+    sys.excepthook = note
+
+    def undo() -> None:
+        if sys.excepthook is note:
+            sys.excepthook = before
+
+    return undo

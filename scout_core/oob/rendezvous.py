@@ -1,0 +1,64 @@
+"""Where the observers of one set of peers meet. Pure but for `this_run`, which reads torchrun's environment."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scout_core.config import OobConfig
+
+_LOWEST, _PORTS = 20_000, 12_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The run and its restart generation, from what torchrun says."""
+
+    run: str
+    attempt: int
+    address: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """TCP at `address` and `port` (0: any free port of the first rank), or the file `file`."""
+
+    address: str = "127.0.0.1"
+    port: int = 0
+    file: Path | None = None
+
+
+def this_run(environment: Mapping[str, str] | None = None) -> Run:
+    """The run this process belongs to. Without torchrun: one run per master port (or per process), attempt 0."""
+    env = os.environ if environment is None else environment
+    run = env.get("TORCHELASTIC_RUN_ID") or env.get("SLURM_JOB_ID")
+    if not run or run == "none":
+        run = f"{run or 'run'}-{env.get('MASTER_ADDR', '')}-{env.get('MASTER_PORT', '')}"
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Run(run=run, attempt=int(attempt) if attempt.isdigit() else 0, address=env.get("MASTER_ADDR"))
+
+
+def meeting_of(config: OobConfig, run: Run, peers: tuple[int, ...], ordinal: int, torchrun: bool) -> Meeting:
+    """The rendezvous that the configuration asks for; equal on every rank of `peers`.
+
+    An explicit address or port selects TCP. `hang_state_dir` alone selects a file. Under torchrun the port follows
+    from run id, restart generation and peers, so that a successor never meets its predecessor's listener.
+    """
+    if config.hang_master_addr is not None or config.hang_master_port is not None:
+        port = config.hang_master_port
+        address = config.hang_master_addr or run.address or "127.0.0.1"
+        return Meeting(address=address, port=_derived(run, peers, ordinal) if port is None else port)
+    if config.hang_state_dir is not None:
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", run.run)[:64]
+        return Meeting(file=config.hang_state_dir / f"rendezvous-{name}-{run.attempt}-{peers[0]}-{ordinal}")
+    address = run.address if run.address and peers[0] == 0 else "127.0.0.1"
+    return Meeting(address=address, port=_derived(run, peers, ordinal) if torchrun else 0)
+
+
+def _derived(run: Run, peers: tuple[int, ...], ordinal: int) -> int:
+    text = f"{run.run}|{run.attempt}|{peers}|{ordinal}"
+    return _LOWEST + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") % _PORTS

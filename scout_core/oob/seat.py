@@ -1,0 +1,30 @@
+"""What an observer is told at its start, and the lines it exchanges with its training process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from scout_core.config import OobConfig
+
+
+class Seat(BaseModel):
+    """One observer's place. `port` is set for the first rank under TCP rendezvous, `file` under file rendezvous."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    peers: tuple[int, ...]
+    pid: int
+    start_ticks: int
+    channel: str
+    token: str
+    run: str
+    attempt: int
+    port: int | None = None
+    file: Path | None = None
+    run_dir: Path | None = None
+    state_dir: Path
+    stacks: Path
+    config: OobConfig

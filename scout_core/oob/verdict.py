@@ -1,0 +1,342 @@
+"""Judging a stall or a death from what the observers gathered. Pure: no clock, process or network in it.
+
+The order of the questions is the order of proof: calls that do not match, ranks that died, ranks that others wait for.
+A rank is named when what it says of itself proves it (stopped, died, inside an exception handler, a loader or a file)
+or when a strict majority of its peers waits for it. Whoever waits for somebody is a victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scout_core.oob.endings import judge_endings
+from scout_core.oob.findings import Finding, exonerate, make
+from scout_core.oob.records import GroupView, RankView
+from scout_core.oob.sequences import Divergence, first_divergence
+from scout_core.oob.waiting import Waits, waits_of
+
+_BUSY = 0.5
+_IDLE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What was gathered: views by rank, the ranks of the mesh, and those whose observers gave no answer."""
+
+    views: Mapping[int, RankView]
+    members: tuple[int, ...]
+    silent: tuple[int, ...] = field(default=())
+
+
+def judge(views: Sequence[RankView], members: Sequence[int]) -> Finding | None:
+    """What is wrong, or None when nothing is or it is too early to say.
+
+    `members` are the ranks that are watched together; those without a view did not answer.
+    """
+    known = {view.rank: view for view in views}
+    situation = Situation(
+        views=known, members=tuple(members), silent=tuple(rank for rank in members if rank not in known)
+    )
+    return judge_calls(known) or judge_endings(known) or _judge_stall(situation)
+
+
+def group_views(views: Mapping[int, RankView]) -> dict[int, dict[int, GroupView]]:
+    """By group key, the view that each of its members has of it."""
+    found: dict[int, dict[int, GroupView]] = {}
+    for rank, view in views.items():
+        for group in view.groups:
+            if rank in group.members:
+                found.setdefault(group.key, {})[rank] = group
+    return found
+
+
+def judge_calls(views: Mapping[int, RankView]) -> Finding | None:
+    """Collectives that do not match: the group with the earliest divergence by optimizer step."""
+    found = [first_divergence(seen) for seen in group_views(views).values()]
+    divergences = [d for d in found if d is not None]
+    if not divergences:
+        return None
+    first = min(divergences, key=lambda d: (not d.apart, d.step, d.sequence))
+    return desync_finding(first, views)
+
+
+def desync_finding(first: Divergence, views: Mapping[int, RankView]) -> Finding:
+    """The finding for ranks that issued different calls."""
+    who = _ranks(first.apart)
+    if first.apart:
+        message = (
+            f"{who}: {first.how}; collective #{first.sequence} of the group is {first.found} there and "
+            f"{first.expected} on {_ranks(first.agreeing)}"
+        )
+    else:
+        message = f"collective #{first.sequence} of the group differs and no majority agrees: " + "; ".join(
+            f"{text} on {_ranks(ranks)}" for text, ranks in first.camps
+        )
+    return make(
+        "collective_desync",
+        first.apart,
+        views,
+        basis="majority" if first.apart else "none",
+        message=message,
+        step=first.step,
+        surface=first.found,
+        evidence={
+            "how": first.how,
+            "sequence": first.sequence,
+            "group": list(first.members),
+            "expected": first.expected,
+            "found": first.found,
+            "calls": {text: list(ranks) for text, ranks in first.camps},
+        },
+        exonerating={str(rank): f"issued {first.expected} with the majority" for rank in first.agreeing},
+    )
+
+
+def _judge_stall(situation: Situation) -> Finding | None:
+    views = situation.views
+    if not any(view.stalled for view in views.values()):
+        return None
+    waits = waits_of(views)
+    holding = waits.roots()
+    if holding:
+        return _judge_holding(holding, waits, views)
+    own = [view for view in views.values() if view.stalled and _speaks(view)]
+    if own and (len(own) * 2 < len(views) or len(views) == 1 or any(_proof(view) for view in own)):
+        return _own_word(_strongest(own), views)
+    if own and len(own) == len(views) and len({view.activity for view in own}) == 1:
+        return _everybody(own, views)
+    if waits.cycle:
+        return _cycle(waits, views)
+    stalled = [view for view in views.values() if view.stalled]
+    if len(stalled) * 2 <= len(views) and len(views) > 1:
+        return None  # most of the job goes on: nobody waits for these
+    return _judge_positions(situation, stalled)
+
+
+def _judge_holding(holding: tuple[int, ...], waits: Waits, views: Mapping[int, RankView]) -> Finding | None:
+    """Ranks that others wait for and that wait for nobody."""
+    late = [views[rank] for rank in holding]
+    proven = [view for view in late if _proof(view) or view.status != "alive"]
+    if not proven and not all(view.stalled for view in late):
+        return None  # still within its own grace: compiling, saving, evaluating
+    victims = {str(rank): text for rank, text in waits.reasons(views).items() if rank not in holding}
+    gone = [view for view in late if view.status != "alive"]
+    if gone:
+        return _left_early(gone, victims, waits, views)
+    speaking = [view for view in late if _proof(view) or (_speaks(view) and view.stalled)]
+    if speaking:
+        return _own_word(_strongest(speaking), views, victims)
+    if len(waits.waiting()) * 2 < len(views):
+        return _alone(waits, views)
+    if len(holding) * 2 >= len(views):
+        return make(
+            "process_stall",
+            (),
+            views,
+            basis="none",
+            message=f"{_ranks(holding)} hold the others up, and they are no minority that could be blamed",
+            evidence={"holding": list(holding)},
+        )
+    first = min(late, key=lambda view: view.position)
+    doing = "busy outside any collective" if first.process.cpu >= _BUSY else "idle outside any collective"
+    missing = waits.missing_call(first.rank)
+    return make(
+        "process_stall",
+        holding,
+        views,
+        basis="majority",
+        message=f"{_ranks(holding)}: {doing} for {first.quiet_s:.1f} s (state {first.process.state}) while the others "
+        f"wait{f' in {missing}' if missing else ''}",
+        surface=missing or None,
+        evidence={"doing": doing, "missing_call": missing},
+        exonerating=victims,
+    )
+
+
+def _alone(waits: Waits, views: Mapping[int, RankView]) -> Finding:
+    """Few ranks are in a call that most never came to, and those are stuck elsewhere: the few made it alone."""
+    ranks = waits.waiting()
+    call = next(edge.call for edge in waits.edges)
+    return make(
+        "collective_desync",
+        ranks,
+        views,
+        basis="majority",
+        message=f"{_ranks(ranks)}: alone in {call}, which the others never issued; they are elsewhere (in backward, or "
+        "in a collective that cannot be seen)",
+        surface=call,
+        evidence={"how": "extra call", "found": call},
+        exonerating=exonerate(ranks, views),
+    )
+
+
+def _left_early(
+    gone: list[RankView], victims: dict[str, str], waits: Waits, views: Mapping[int, RankView]
+) -> Finding | None:
+    ranks = tuple(view.rank for view in gone)
+    if len(ranks) * 2 >= len(views):
+        ranks_named: tuple[int, ...] = ()
+    else:
+        ranks_named = ranks
+    missing = waits.missing_call(ranks[0])
+    return make(
+        "collective_desync",
+        ranks_named,
+        views,
+        basis="majority" if ranks_named else "none",
+        message=f"{_ranks(ranks)}: left (finished or took SCOUT off) without {missing or 'a call'} in which the others "
+        "wait",
+        surface=missing or None,
+        evidence={"how": "missing call", "missing_call": missing, "first_drift_step": waits.first_drift(ranks[0])},
+        exonerating=victims,
+        step=waits.first_drift(ranks[0]),
+    )
+
+
+def _judge_positions(situation: Situation, stalled: list[RankView]) -> Finding | None:
+    """Nobody is seen to wait for anybody: inside one call together, or stuck where no call can be seen."""
+    views = situation.views
+    inside = {(view.group, view.sequence) for view in stalled if view.activity == "collective"}
+    if len(inside) == 1 and all(view.activity == "collective" for view in stalled) and len(stalled) == len(views):
+        return _hang(situation, stalled)
+    top = max(view.position for view in views.values())
+    behind = [view for view in views.values() if view.position < top and view.status == "alive"]
+    if behind and len(behind) * 2 < len(views) and all(view.stalled for view in behind):
+        return _apart(behind, views, "behind the others")
+    busy = [view for view in stalled if view.process.cpu >= _BUSY]
+    idle = [view for view in views.values() if view.process.cpu <= _IDLE]
+    if busy and len(busy) * 2 < len(views) and len(busy) + len(idle) == len(views):
+        return _apart(busy, views, "busy while the others are idle")
+    if len(views) == 1 and len(situation.members) == 1:
+        return _apart(stalled, views, "without any progress")
+    if len(stalled) == len(views):
+        return _hang(situation, stalled)
+    return None
+
+
+def _apart(ranks: list[RankView], views: Mapping[int, RankView], what: str) -> Finding:
+    first = min(ranks, key=lambda view: view.position)
+    named = tuple(sorted(view.rank for view in ranks))
+    return make(
+        "process_stall",
+        named,
+        views,
+        basis="majority" if len(views) > 1 else "direct",
+        message=f"{_ranks(named)}: {what}, no progress for {first.quiet_s:.1f} s (state {first.process.state}, "
+        f"cpu {first.process.cpu:.2f}, step {first.step}, layer {first.stage})",
+        evidence={"doing": what},
+        exonerating=exonerate(named, views),
+    )
+
+
+def _hang(situation: Situation, stalled: list[RankView]) -> Finding:
+    call = next((c for v in stalled for g in v.groups if g.key == v.group for c in g.calls[-1:]), None)
+    where = f"inside {call.text}" if call is not None else "where no collective can be seen (backward, or the device)"
+    silent = f"; no answer from the observer of {_ranks(situation.silent)}" if situation.silent else ""
+    return make(
+        "collective_hang",
+        (),
+        situation.views,
+        basis="none",
+        message=f"every rank that answered is stuck {where}; no rank can be blamed{silent}",
+        surface=call.text if call is not None else None,
+        evidence={"silent": list(situation.silent)},
+    )
+
+
+def _cycle(waits: Waits, views: Mapping[int, RankView]) -> Finding:
+    return make(
+        "collective_desync",
+        (),
+        views,
+        basis="none",
+        message="ranks wait for each other in different groups: " + "; ".join(waits.reasons(views).values()),
+        evidence={"how": "wrong order", "waits": {str(r): t for r, t in waits.reasons(views).items()}},
+    )
+
+
+def _everybody(own: list[RankView], views: Mapping[int, RankView]) -> Finding:
+    kind: Literal["dataloader_stall", "checkpoint_io_stall"] = (
+        "dataloader_stall" if own[0].activity == "dataloader" else "checkpoint_io_stall"
+    )
+    return make(
+        kind,
+        (),
+        views,
+        basis="none",
+        message=f"every rank waits in {own[0].activity} {own[0].activity_name!r}: storage or input of the whole job",
+    )
+
+
+def _proof(view: RankView) -> bool:
+    """What needs no comparison and no patience: a stopped process, a handler that holds on, a lost loader worker."""
+    lost = view.activity == "dataloader" and any(worker.state in ("T", "Z", "gone") for worker in view.workers)
+    return view.process.state == "T" or bool(view.exception) or lost
+
+
+def _speaks(view: RankView) -> bool:
+    """Whether it says itself what holds it up."""
+    return _proof(view) or view.activity in ("dataloader", "checkpoint_read", "checkpoint_write")
+
+
+def _strongest(views: list[RankView]) -> RankView:
+    return min(views, key=lambda view: (not _proof(view), -view.quiet_s))
+
+
+def _own_word(view: RankView, views: Mapping[int, RankView], victims: Mapping[str, str] | None = None) -> Finding:
+    """The finding for a rank that says itself what holds it up."""
+    cleared = victims or exonerate((view.rank,), views)
+    who, seconds = f"rank {view.rank}", f"for {view.quiet_s:.1f} s"
+    evidence: dict[str, Any] = {"activity": view.activity, "name": view.activity_name, "usual": None}
+    if view.process.state == "T":
+        return make(
+            "process_stall",
+            (view.rank,),
+            views,
+            basis="direct",
+            message=f"{who}: process {view.pid} is stopped (state T), no progress {seconds}",
+            evidence={"doing": "stopped"},
+            exonerating=cleared,
+        )
+    if view.activity == "dataloader":
+        lost = [worker for worker in view.workers if worker.state in ("T", "Z", "gone")]
+        text = "".join(f"; worker {worker.pid} is {'stopped' if worker.state == 'T' else 'dead'}" for worker in lost)
+        evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
+        return make(
+            "dataloader_stall",
+            (view.rank,),
+            views,
+            basis="direct",
+            message=f"{who}: waits in the next() of loader {view.activity_name!r} {seconds}{text}",
+            surface=view.activity_name,
+            evidence=evidence,
+            exonerating=cleared,
+        )
+    if view.activity in ("checkpoint_read", "checkpoint_write"):
+        verb = view.activity.removeprefix("checkpoint_")
+        return make(
+            "checkpoint_io_stall",
+            (view.rank,),
+            views,
+            basis="direct",
+            message=f"{who}: in the checkpoint {verb} {view.activity_name!r} {seconds} (state {view.process.state})",
+            surface=view.activity_name,
+            evidence=evidence,
+            exonerating=cleared,
+        )
+    last = view.exception.strip().splitlines()[-1] if view.exception.strip() else "an exception"
+    return make(
+        "process_stall",
+        (view.rank,),
+        views,
+        basis="direct",
+        message=f"{who}: stuck while handling {last}, no progress {seconds}",
+        evidence={"doing": "handling an exception", "exception": view.exception},
+        exonerating=cleared,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

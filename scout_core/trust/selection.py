@@ -53,7 +53,7 @@ def select_recovery(failure: Failure, available: Sequence[Available]) -> Recover
         return _decide(failure, "STOP", None, text)
     wanted, why = _row(failure)
     usable = [a for a in available if _refusal(a, failure) is None]
-    refused = [f"step {a.step}: {text}" for a in available if (text := _refusal(a, failure)) is not None]
+    refused = [f"step {a.step}: {said}" for a in available if (said := _refusal(a, failure)) is not None]
     if wanted == "GEMINI":
         memory = [a for a in usable if a.source == "gemini" and a.state is not TrustState.REJECTED]
         if memory:
@@ -84,7 +84,7 @@ def _row(failure: Failure) -> tuple[Literal["GEMINI", "RECOVERY_VERIFIED"], str]
 def _refusal(found: Available, failure: Failure) -> str | None:
     """Why this checkpoint cannot be loaded at all, or None."""
     if found.state in (TrustState.REJECTED, TrustState.QUARANTINED):
-        return found.state.value
+        return str(found.state.value)
     if found.run_id != failure.run_id:
         return f"of another run ({found.run_id})"
     if found.topology_digest != failure.topology_digest:

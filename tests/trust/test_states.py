@@ -37,7 +37,9 @@ def walk(rules: TrustRules, *boundaries: tuple[int, Outcome, frozenset[str]]) ->
     return book
 
 
-def have(step: int, state: TrustState = TrustState.RECOVERY_VERIFIED, source: Any = "durable", **more: Any) -> Available:
+def have(
+    step: int, state: TrustState = TrustState.RECOVERY_VERIFIED, source: Any = "durable", **more: Any
+) -> Available:
     values: dict[str, Any] = {"run_id": "r", "topology_digest": "t", "checkpoint_id": f"c{step}", **more}
     return Available(source=source, step=step, state=state, **values)
 
@@ -217,7 +219,12 @@ class TrustModel(RuleBasedStateMachine):
 
     def choose(self, kind: Any, **more: Any) -> RecoveryDecision:
         found = [
-            have(step, state, "gemini" if state is TrustState.LATEST_GEMINI else "durable", complete=step not in self.invisible)
+            have(
+                step,
+                state,
+                "gemini" if state is TrustState.LATEST_GEMINI else "durable",
+                complete=step not in self.invisible,
+            )
             for step, state in self.book.states.items()
         ]
         return select_recovery(failure(kind, step=self.step, **more), found)
@@ -265,7 +272,9 @@ def test_only_the_table_opens_gemini(kind: Any, emergency: Any, reachable: bool,
     if decision.available:
         chosen = [a for a in found if (a.step, a.source) == (decision.step, decision.source)]
         assert any(
-            a.complete and a.run_id == "r" and a.load_failures < 2
+            a.complete
+            and a.run_id == "r"
+            and a.load_failures < 2
             and (decision.mode == "GEMINI" or a.state is TrustState.RECOVERY_VERIFIED)
             for a in chosen
         )

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -84,13 +84,36 @@ class ReplayHarnessConfig(_Strict):
         return self.check_interval if own is None else own
 
 
+class TrustConfig(_Strict):
+    """What is kept of training state, when it is trusted, and what happens after a fault."""
+
+    gemini: bool = Field(default=False, description="keep the newest accepted training state in host memory")
+    gemini_dir: Path | None = Field(default=None, description="node-local folder for flushes; None: run_dir/gemini")
+    replicate: bool = Field(
+        default=True, description="copy each rank's state to a peer, on another host if there is one"
+    )
+    flush_interval: int = Field(default=0, ge=0, description="captures between flushes to disk; 0: only when ended")
+    certification: Literal["dense", "dynamic"] = Field(
+        default="dense",
+        description="dense: an accepted check certifies at once; dynamic: the following clean cycle does",
+    )
+    on_fault: Literal["continue", "restart"] = Field(
+        default="continue", description="after corruption: go on, or write the decision and leave to be restarted"
+    )
+    resume: bool = Field(default=True, description="load the run's newest verified state when run_dir has one")
+    restart_budget: int = Field(default=3, ge=1, description="restarts without passing the failed step, then STOP")
+    grace_s: float = Field(default=20.0, gt=0, description="how long a flush may take once the process is told to end")
+    agreement_timeout_s: float = Field(default=300.0, gt=0, description="how long ranks wait for each other's word")
+
+
 class ScoutConfig(_Strict):
-    """Everything `attach()` takes. Fields of `replay` may also be given directly as keywords to `attach()`."""
+    """Everything `attach()` takes. Fields of `replay` and `trust` may also be given as keywords to `attach()`."""
 
     run_dir: Path | None = Field(
         default=None, description="folder for events.jsonl and all else a run leaves; None: nothing"
     )
     replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
+    trust: TrustConfig = Field(default_factory=TrustConfig)
 
     @classmethod
     def build(cls, config: ScoutConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any) -> ScoutConfig:
@@ -108,20 +131,33 @@ class ScoutConfig(_Strict):
             values = _read_file(Path(config))
         else:
             raise ConfigError(f"config is a {type(config).__name__}; give a ScoutConfig, a dict, or a .json/.toml path")
-        replay = values.get("replay")
-        if isinstance(replay, BaseModel):
-            values["replay"] = replay.model_dump(exclude_unset=True)
+        for group in _GROUPS:
+            given = values.get(group)
+            if isinstance(given, BaseModel):
+                values[group] = given.model_dump(exclude_unset=True)
         for key, value in overrides.items():
             if key in cls.model_fields:
                 values[key] = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-            elif key in ReplayHarnessConfig.model_fields:
-                values["replay"] = {**(values.get("replay") or {}), key: value}
+            elif (owner := _owner(key)) is not None:
+                values[owner] = {**(values.get(owner) or {}), key: value}
             else:
                 raise ConfigError(_unknown(key))
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+
+_GROUPS: dict[str, type[_Strict]] = {"replay": ReplayHarnessConfig, "trust": TrustConfig}
+
+
+def _owner(key: str) -> str | None:
+    """The group that has a field of this name, if any."""
+    return next((group for group, model in _GROUPS.items() if key in model.model_fields), None)
+
+
+def _group_fields() -> dict[str, Any]:
+    return {name: field for model in _GROUPS.values() for name, field in model.model_fields.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,13 +167,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scout-run-dir", default=None, metavar="DIR", help=ScoutConfig.model_fields["run_dir"].description
     )
-    for name, field in ReplayHarnessConfig.model_fields.items():
+    for name, field in _group_fields().items():
         group.add_argument(f"--scout-{name.replace('_', '-')}", default=None, metavar="V", help=field.description)
 
 
 def from_arguments(namespace: argparse.Namespace) -> ScoutConfig:
     """The configuration a parsed command line asks for; raises `ConfigError` as `ScoutConfig.build` does."""
-    names = ["run_dir", *ReplayHarnessConfig.model_fields]
+    names = ["run_dir", *_group_fields()]
     given = {name: getattr(namespace, f"scout_{name}", None) for name in names}
     overrides = {name: value for name, value in given.items() if value is not None}
     return ScoutConfig.build(getattr(namespace, "scout_config", None), **overrides)
@@ -169,7 +205,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _unknown(key: str) -> str:
-    known = [*ScoutConfig.model_fields, *ReplayHarnessConfig.model_fields]
+    known = [*ScoutConfig.model_fields, *_group_fields()]
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
     return f"unknown configuration key '{key}'; {hint}"

@@ -9,16 +9,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
+from scout_core.trust.decision import RecoveryDecision
+from scout_core.trust.run_record import RESTART_EXIT_CODE, STOP_EXIT_CODE
 
-__all__ = ["FaultKind", "OrchestrationHooks", "SCOUTFaultReport"]
+__all__ = [
+    "RESTART_EXIT_CODE",
+    "STOP_EXIT_CODE",
+    "FaultKind",
+    "OrchestrationHooks",
+    "RecoveryDecision",
+    "SCOUTFaultReport",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestrationHooks:
-    """Callbacks into an external manager.
+    """Callbacks into an external manager, called one after the other on a thread of SCOUT's own.
 
-    `report_fault` is called once per report, on the first rank of the peers concerned, in the training thread; an
-    exception in it is logged and changes nothing.
+    `report_fault` is called once per report, on the first rank of the peers concerned; `report_recovery` once per
+    decision, on rank 0, before the fault it answers; `restart_destination` once, on rank 0, before SCOUT ends the
+    processes for a restart, with the decision: the manager prepares the hosts. An exception is logged and changes
+    nothing; a slow hook delays only the deliveries behind it, and is not waited for.
     """
 
     report_fault: Callable[[SCOUTFaultReport], None] | None = None
+    report_recovery: Callable[[RecoveryDecision], None] | None = None
+    restart_destination: Callable[[RecoveryDecision], None] | None = None

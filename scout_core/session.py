@@ -29,9 +29,17 @@ from scout_core.report.check_reports import reports_of
 from scout_core.report.event_log import EventLog
 from scout_core.report.fault_report import SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
+from scout_core.report.trust_reports import checkpoint_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
+from scout_core.trust.decision import FailureKind, RecoveryDecision
+from scout_core.trust.delivery import Courier
+from scout_core.trust.durable import DurableCheckpointConfig
+from scout_core.trust.saver import Problem
+from scout_core.trust.trust import Trust
 
 _KEPT_REPORTS = 1024
+_LAST_WORDS_S = 2.0
+"""How long a process that leaves for a restart waits for the manager's hooks."""
 
 
 def attach(
@@ -41,6 +49,8 @@ def attach(
     *,
     adapter: FrameworkAdapter | None = None,
     hooks: OrchestrationHooks | None = None,
+    stateful: Mapping[str, Any] | None = None,
+    durable: DurableCheckpointConfig | None = None,
     **overrides: Any,
 ) -> Scout:
     """Watch a training job.
@@ -48,14 +58,16 @@ def attach(
     Every rank calls it once, after the model is wrapped (DDP) and the optimizer exists. Collectives: creates one Gloo
     group over this rank's peers and gathers their host names on it. `overrides` are fields of `ScoutConfig` or
     `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter` is for framework plugins.
+    `stateful` names what else a restart must restore (scheduler, sampler, scaler), `durable` the job's own checkpoints.
+    When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
 
     Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts.
     Nothing that happens later is raised into training.
     """
     settings = ScoutConfig.build(config, **overrides)
     if adapter is None:
-        adapter = PyTorchAdapter(model, optimizer, settings.replay)
-    return Scout(adapter, settings, hooks or OrchestrationHooks())
+        adapter = PyTorchAdapter(model, optimizer, settings.replay, stateful)
+    return Scout(adapter, settings, hooks or OrchestrationHooks(), durable)
 
 
 class Scout:
@@ -65,7 +77,13 @@ class Scout:
     `step_count` the optimizer steps seen since attaching, `active` whether checks still run.
     """
 
-    def __init__(self, adapter: FrameworkAdapter, config: ScoutConfig, hooks: OrchestrationHooks) -> None:
+    def __init__(
+        self,
+        adapter: FrameworkAdapter,
+        config: ScoutConfig,
+        hooks: OrchestrationHooks,
+        durable: DurableCheckpointConfig | None = None,
+    ) -> None:
         self.config = config
         self.last_result: ReplayResult | None = None
         self.reports: deque[SCOUTFaultReport] = deque(maxlen=_KEPT_REPORTS)
@@ -86,6 +104,10 @@ class Scout:
         self._runner = CheckRunner(adapter, self._recorder, self._peers, config.replay)
         writes = config.run_dir is not None and self._peers.position == 0
         self._log = EventLog(config.run_dir) if writes and config.run_dir is not None else None
+        self._courier = Courier()
+        catalog = [r.recipe_id for r in plan_all(0, 0, config.replay, self._layers, self._available).recipes]
+        self._trust = Trust(adapter, config, durable, [c for c in catalog if c != "state"], self._tell_problem)
+        self.step_count = self._trust.resume()
         if self._peers.position == 0:
             _announce(surfaces.notes, surfaces.compiled, self._peers)
         adapter.on_boundary(self._before_update, self._boundary)
@@ -109,11 +131,31 @@ class Scout:
             raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         return result
 
+    def prepare_recovery(self, failure_kind: FailureKind, all_ranks_accessible: bool = True) -> RecoveryDecision:
+        """Which checkpoint to go back to after a failure that SCOUT did not find itself.
+
+        With all ranks accessible, every rank calls at the same boundary; for `hang` and `uncertain` the whole catalog
+        is replayed first (collectives). Otherwise no collective is used. The decision is also reported to the manager.
+        """
+        decision = self._trust.prepare(failure_kind, self.step_count, all_ranks_accessible, self._emergency_check)
+        self._deliver_decision(decision)
+        return decision
+
+    @property
+    def last_recovery_decision(self) -> RecoveryDecision | None:
+        """The newest decision on this rank, also one that an earlier attempt left and this one followed."""
+        return self._trust.last_decision
+
+    def _emergency_check(self) -> ReplayResult | None:
+        return self.check_now() if self.active and self._peers.size > 1 else None
+
     def close(self) -> None:
         """Remove every hook and close the log. Local; no collectives; a second call does nothing."""
         self.active = False
         attempt("removing its hooks", self._recorder.close)
         attempt("detaching from the optimizer", self._adapter.close)
+        attempt("closing checkpoint trust", self._trust.close)
+        attempt("delivering the last reports", self._courier.close)
         if self._log is not None:
             self._log.close()
 
@@ -126,6 +168,7 @@ class Scout:
         self.close()
 
     def _before_update(self) -> None:
+        attempt("holding the update for a capture", self._trust.before_update)
         if self.active and self._plan is not None and "optimizer" in self._plan.classes:
             self._recorder.capture_slice(self._plan)
 
@@ -153,12 +196,42 @@ class Scout:
     def _check(self, plan: Plan) -> ReplayResult | None:
         outcome = attempt("checking", lambda: self._runner.run(plan))
         self._recorder.disarm()
-        if outcome.value is None:
-            self._stop(plan, outcome.failure.error if outcome.failure is not None else "")
+        judged = None if plan.manual else attempt("certifying", lambda: self._trust.boundary(plan.step, outcome.value))
+        goes_on, decision = (judged.value if judged is not None else None) or (judged is None, None)
+        if decision is not None:
+            self._deliver_decision(decision)
+        if outcome.value is None or not goes_on:
+            self._stop(plan, outcome.failure.error if outcome.failure is not None else "another rank's check broke off")
             return None
         self.last_result = outcome.value
         attempt("reporting", lambda: self._publish(self.last_result))
+        if decision is not None:
+            self._leave(decision)
         return outcome.value
+
+    def _deliver_decision(self, decision: RecoveryDecision) -> None:
+        """Log a decision and hand it to the manager: on the job's first rank, before the fault it answers."""
+        if self._peers.rank != 0:
+            return
+        logger.warning("SCOUT recommends %s (step %s): %s", decision.mode, decision.step, decision.reason)
+        if self._log is not None:
+            log = self._log
+            attempt("writing the event log", lambda: log.append(decision.model_dump(mode="json")))
+        self._courier.send("report_recovery", self._hooks.report_recovery, decision)
+
+    def _leave(self, decision: RecoveryDecision) -> None:
+        """Under `on_fault="restart"` this ends the process with its documented exit code."""
+        if self.config.trust.on_fault != "restart" or not self._trust.enabled:
+            return
+        if self._peers.rank == 0:
+            self._courier.send("restart_destination", self._hooks.restart_destination, decision)
+        self._courier.drain(_LAST_WORDS_S)
+        self._trust.leave(decision)
+
+    def _tell_problem(self, problem: Problem) -> None:
+        report = checkpoint_report(problem)
+        self.reports.append(report)
+        self._deliver(report)
 
     def _publish(self, result: ReplayResult | None) -> None:
         assert result is not None
@@ -178,9 +251,7 @@ class Scout:
         level("SCOUT %s at step %s: %s", report.kind.value, report.step, report.message)
         if self._log is not None:
             self._log.append(report.model_dump(mode="json"))
-        callback = self._hooks.report_fault
-        if callback is not None:
-            attempt("calling the manager's report_fault", lambda: callback(report))
+        self._courier.send("report_fault", self._hooks.report_fault, report)
 
     def _stop(self, plan: Plan, error: str) -> None:
         """A check broke off on this rank: its peers may be anywhere in it, so no further collective is safe."""

@@ -1,7 +1,7 @@
 """A tiny job for torchrun: trains, goes wrong as told, resumes by itself, and writes down how it ended.
 
-`python job.py RUN_DIR STEPS [key=value ...]`; keys: `fault` (sdc, nan, kill, raise, none), `at` (step), `attempts` (in how many
-attempts the fault occurs), `durable` (none, save, dcp), `gemini` (0, 1), `budget`, `flush`.
+`python job.py RUN_DIR STEPS [key=value ...]`; keys: `fault` (sdc, nan, kill, raise, none), `at` (step), `attempts` (in
+how many it occurs), `durable` (none, save, dcp), `gemini` (0, 1), `budget`, `flush`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ The calls come in this order; the table says who makes them and whether they may
 | 5 | `lockstep_ranks()` | every rank, at a check | none |
 | 6 | `materialize()` | every peer in lockstep, once readiness agreed | on the recipe's lockstep ranks |
 | 7 | `apply_optimizer_slice()` | every peer, once readiness agreed | none |
-| 8 | `close()` | every rank, whatever was raised before | none |
+| 8 | `training_state()` | every rank, at a boundary that was accepted | none |
+| 9 | `load_training_state()` | every rank, at attach, before training | none |
+| 10 | `durable_callbacks()` | every rank, once at attach | none |
+| 11 | `close()` | every rank, whatever was raised before | none |
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from scout_core.peers import Coordinates
+
+if TYPE_CHECKING:
+    from scout_core.trust.durable import DurableCallbacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,22 @@ class FrameworkAdapter(ABC):
     def materialize(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which all parameters of `module` are whole. They always are by default."""
         return nullcontext()
+
+    def training_state(self) -> Any:
+        """Everything a restart needs but the step: model, optimizer, scheduler, input position, RNG.
+
+        Dicts, lists, tuples, tensors, arrays, numbers and strings only. Tensors may be live: they are copied before
+        the next optimizer step writes; what forward passes change (buffers) must be copied here.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot give its training state; GEMINI needs it")
+
+    def load_training_state(self, state: Any) -> None:
+        """Put back what `training_state` gave, bit for bit. Called before the first step."""
+        raise NotImplementedError(f"{type(self).__name__} cannot load training state; GEMINI needs it")
+
+    def durable_callbacks(self) -> DurableCallbacks | None:
+        """The framework's own durable checkpoints, used when the caller gives none; None: there are none."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -37,6 +37,7 @@ from scout_core.doctor.findings import rank_text
 from scout_core.doctor.job import JobError, launched
 from scout_core.doctor.render import fact_lines, finding_lines
 from scout_core.health.cli import add_health_command
+from scout_core.trust.cli import add_trust_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Names the rank at fault in distributed training.")
 
@@ -209,6 +210,7 @@ def _toml(keys: Sequence[tuple[str, Any, str]]) -> Iterator[str]:
 
 
 add_health_command(app)
+add_trust_command(app)
 
 if __name__ == "__main__":
     main()

@@ -117,18 +117,41 @@ class OobConfig(_Strict):
     stall_persistence: int = Field(default=2, ge=1, description="looks of the observer in a row that must confirm it")
 
 
-_TABLES: dict[str, type[BaseModel]] = {"replay": ReplayHarnessConfig, "oob": OobConfig}
+class TrustConfig(_Strict):
+    """What is kept of training state, when it is trusted, and what happens after a fault."""
+
+    gemini: bool = Field(default=False, description="keep the newest accepted training state in host memory")
+    gemini_dir: Path | None = Field(default=None, description="node-local folder for flushes; None: run_dir/gemini")
+    replicate: bool = Field(
+        default=True, description="copy each rank's state to a peer, on another host if there is one"
+    )
+    flush_interval: int = Field(default=0, ge=0, description="captures between flushes to disk; 0: only when ended")
+    certification: Literal["dense", "dynamic"] = Field(
+        default="dense",
+        description="dense: an accepted check certifies at once; dynamic: the following clean cycle does",
+    )
+    on_fault: Literal["continue", "restart"] = Field(
+        default="continue", description="after corruption: go on, or write the decision and leave to be restarted"
+    )
+    resume: bool = Field(default=True, description="load the run's newest verified state when run_dir has one")
+    restart_budget: int = Field(default=3, ge=1, description="restarts without passing the failed step, then STOP")
+    grace_s: float = Field(default=20.0, gt=0, description="how long a flush may take once the process is told to end")
+    agreement_timeout_s: float = Field(default=300.0, gt=0, description="how long ranks wait for each other's word")
+
+
+_TABLES: dict[str, type[BaseModel]] = {"replay": ReplayHarnessConfig, "oob": OobConfig, "trust": TrustConfig}
 """Tables whose fields may also be keywords of `attach()` and command-line flags: their names are unique."""
 
 
 class ScoutConfig(_Strict):
-    """Everything `attach()` takes. Fields of `replay` and `oob` may also be keywords of `attach()` themselves."""
+    """Everything `attach()` takes. Fields of its tables may also be keywords of `attach()` itself."""
 
     run_dir: Path | None = Field(
         default=None, description="folder for events.jsonl and all else a run leaves; None: nothing"
     )
     replay: ReplayHarnessConfig = Field(default_factory=ReplayHarnessConfig)
     oob: OobConfig = Field(default_factory=OobConfig)
+    trust: TrustConfig = Field(default_factory=TrustConfig)
     health: HealthConfig | None = Field(
         default=None, description="watch each rank's own GPU for hardware faults; None: do not"
     )

@@ -35,7 +35,12 @@ from scout_core.report.desk import ReportDesk
 from scout_core.report.fault_report import SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
 from scout_core.report.oob_reports import daemon_failure, oob_report
+from scout_core.report.trust_reports import checkpoint_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
+from scout_core.trust.decision import FailureKind, RecoveryDecision
+from scout_core.trust.durable import DurableCheckpointConfig
+from scout_core.trust.saver import Problem
+from scout_core.trust.trust import Trust
 
 T = TypeVar("T")
 
@@ -47,6 +52,8 @@ def attach(
     *,
     adapter: FrameworkAdapter | None = None,
     hooks: OrchestrationHooks | None = None,
+    stateful: Mapping[str, Any] | None = None,
+    durable: DurableCheckpointConfig | None = None,
     **overrides: Any,
 ) -> Scout:
     """Watch a training job.
@@ -54,14 +61,16 @@ def attach(
     Every rank calls it once, after the model is wrapped (DDP) and the optimizer exists. Collectives: creates one Gloo
     group over this rank's peers and gathers their host names on it. `overrides` are fields of `ScoutConfig` or
     `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter` is for framework plugins.
+    `stateful` names what else a restart must restore (scheduler, sampler, scaler), `durable` the job's own checkpoints.
+    When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
 
     Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts.
     Nothing that happens later is raised into training.
     """
     settings = ScoutConfig.build(config, **overrides)
     if adapter is None:
-        adapter = PyTorchAdapter(model, optimizer, settings.replay)
-    return Scout(adapter, settings, hooks or OrchestrationHooks())
+        adapter = PyTorchAdapter(model, optimizer, settings.replay, stateful)
+    return Scout(adapter, settings, hooks or OrchestrationHooks(), durable)
 
 
 class Scout:
@@ -71,7 +80,13 @@ class Scout:
     `active` whether checks still run.
     """
 
-    def __init__(self, adapter: FrameworkAdapter, config: ScoutConfig, hooks: OrchestrationHooks) -> None:
+    def __init__(
+        self,
+        adapter: FrameworkAdapter,
+        config: ScoutConfig,
+        hooks: OrchestrationHooks,
+        durable: DurableCheckpointConfig | None = None,
+    ) -> None:
         self.config = config
         self.last_result: ReplayResult | None = None
         self.step_count = 0
@@ -88,7 +103,10 @@ class Scout:
         self._available = _available(surfaces)
         self._recorder = Recorder(adapter, surfaces, config.replay)
         self._runner = CheckRunner(adapter, self._recorder, self._peers, config.replay)
-        self._desk = ReportDesk(config.run_dir, hooks.report_fault, first=self._peers.position == 0)
+        self._desk = ReportDesk(config.run_dir, hooks, first=self._peers.position == 0)
+        catalog = [r.recipe_id for r in plan_all(0, 0, config.replay, self._layers, self._available).recipes]
+        self._trust = Trust(adapter, config, durable, [c for c in catalog if c != "state"], self._tell_problem)
+        self.step_count = self._trust.resume()
         if self._peers.position == 0:
             _announce(surfaces.notes, surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
@@ -140,13 +158,32 @@ class Scout:
         """A context for a part of the job with a grace of its own: `eval`, `checkpoint`, `compile`, `teardown`."""
         return self._oob.phase(name)
 
+    def prepare_recovery(self, failure_kind: FailureKind, all_ranks_accessible: bool = True) -> RecoveryDecision:
+        """Which checkpoint to go back to after a failure that SCOUT did not find itself.
+
+        With all ranks accessible, every rank calls at the same boundary; for `hang` and `uncertain` the whole catalog
+        is replayed first (collectives). Otherwise no collective is used. The decision is also reported to the manager.
+        """
+        decision = self._trust.prepare(failure_kind, self.step_count, all_ranks_accessible, self._emergency_check)
+        self._deliver_decision(decision)
+        return decision
+
+    @property
+    def last_recovery_decision(self) -> RecoveryDecision | None:
+        """The newest decision on this rank, also one that an earlier attempt left and this one followed."""
+        return self._trust.last_decision
+
+    def _emergency_check(self) -> ReplayResult | None:
+        return self.check_now() if self.active and self._peers.size > 1 else None
+
     def close(self) -> None:
         """Remove every hook, end observer and monitors, close the log. Local; no collectives; may be called twice."""
         attempt("ending the out-of-band path", self._oob.close)
         if self._health is not None:
             attempt("ending the hardware monitor", self._health.close)
         self._stop_checks()
-        attempt("closing the event log", self._desk.close)
+        attempt("closing checkpoint trust", self._trust.close)
+        attempt("delivering the last reports", self._desk.close)
 
     def _stop_checks(self) -> None:
         """Take everything off that checks need; the out-of-band path stays until `close()`."""
@@ -163,6 +200,7 @@ class Scout:
         self.close()
 
     def _before_update(self) -> None:
+        attempt("holding the update for a capture", self._trust.before_update)
         if self.active and self._plan is not None and "optimizer" in self._plan.classes:
             self._recorder.capture_slice(self._plan)
 
@@ -194,12 +232,36 @@ class Scout:
     def _check(self, plan: Plan) -> ReplayResult | None:
         outcome = attempt("checking", lambda: self._runner.run(plan))
         self._recorder.disarm()
-        if outcome.value is None:
-            self._stop(plan, outcome.failure.error if outcome.failure is not None else "")
+        judged = None if plan.manual else attempt("certifying", lambda: self._trust.boundary(plan.step, outcome.value))
+        goes_on, decision = (judged.value if judged is not None else None) or (judged is None, None)
+        if decision is not None:
+            self._deliver_decision(decision)
+        if outcome.value is None or not goes_on:
+            self._stop(plan, outcome.failure.error if outcome.failure is not None else "another rank's check broke off")
             return None
         self.last_result = result = outcome.value
         attempt("reporting", lambda: self._publish(result))
+        if decision is not None:
+            self._leave(decision)
         return result
+
+    def _deliver_decision(self, decision: RecoveryDecision) -> None:
+        """Log a decision and hand it to the manager: on the job's first rank, before the fault it answers."""
+        if self._peers.rank == 0:
+            self._desk.take_decision(decision)
+
+    def _leave(self, decision: RecoveryDecision) -> None:
+        """Under `on_fault="restart"` this ends the process with its documented exit code."""
+        if self.config.trust.on_fault != "restart" or not self._trust.enabled:
+            return
+        if self._peers.rank == 0:
+            self._desk.announce_restart(decision)
+        self._desk.drain()
+        self._trust.leave(decision)
+
+    def _tell_problem(self, problem: Problem) -> None:
+        if self._peers.position == 0:
+            self._desk.take_own(checkpoint_report(problem))
 
     def _publish(self, result: ReplayResult) -> None:
         hosts, devices = self._places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from scout_core.config import ReplayHarnessConfig
 from scout_core.peers import Coordinates
 from scout_core.pytorch.discovery import ModuleNames, find_surfaces, unwrap
 from scout_core.pytorch.optimizer import SliceableOptimizer
+from scout_core.pytorch.training_state import TrainingState
 
 
 class PyTorchAdapter(FrameworkAdapter):
@@ -25,7 +26,14 @@ class PyTorchAdapter(FrameworkAdapter):
     Boundaries are the optimizer's own step hooks; a step that a gradient scaler skips on every rank alike is none.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: ReplayHarnessConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: ReplayHarnessConfig,
+        stateful: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`stateful`: caller-owned objects with `state_dict()` and `load_state_dict()`, by name."""
         self._model = model
         self._optimizer = optimizer
         self._config = config
@@ -34,6 +42,7 @@ class PyTorchAdapter(FrameworkAdapter):
         ignored = set(getattr(self._ddp, "parameters_to_ignore", ()) or ())
         self._parameters = {name: p for name, p in plain.named_parameters() if name not in ignored}
         self._slices = SliceableOptimizer(optimizer, {id(p): name for name, p in self._parameters.items()})
+        self._state = TrainingState(plain, optimizer, stateful or {})
         self._steps = 0
         self._closure = False
         self._handles: list[RemovableHandle] = []
@@ -85,6 +94,13 @@ class PyTorchAdapter(FrameworkAdapter):
     def state_tensors(self) -> list[tuple[str, str, torch.Tensor]]:
         parameters = [("parameter_state", name, p.detach()) for name, p in self._parameters.items()]
         return [*parameters, *self._slices.state_tensors()]
+
+    def training_state(self) -> Any:
+        return self._state.take(self._steps)
+
+    def load_training_state(self, state: Any) -> None:
+        self._state.put_back(state)
+        self._steps = int(state["steps"])
 
     def close(self) -> None:
         for handle in self._handles:

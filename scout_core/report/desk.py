@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scout_core.manager_api import OrchestrationHooks
 from scout_core.replay.guard import attempt, logger
+from scout_core.report.courier import Courier
 from scout_core.report.event_log import EventLog
 from scout_core.report.fault_report import SCOUTFaultReport
+from scout_core.trust.decision import RecoveryDecision
 
 _KEPT_REPORTS = 1024
+_LAST_WORDS_S = 2.0
+"""How long a process that leaves for a restart waits for the manager's hooks."""
 
 
 class ReportDesk:
@@ -22,12 +27,11 @@ class ReportDesk:
     this rank itself is told by it. `run_dir` None writes nothing. Nothing that goes wrong here is raised.
     """
 
-    def __init__(
-        self, run_dir: Path | None, report_fault: Callable[[SCOUTFaultReport], None] | None, *, first: bool
-    ) -> None:
+    def __init__(self, run_dir: Path | None, hooks: OrchestrationHooks, *, first: bool) -> None:
         self.reports: deque[SCOUTFaultReport] = deque(maxlen=_KEPT_REPORTS)
         self._run_dir = run_dir
-        self._report_fault = report_fault
+        self._hooks = hooks
+        self._courier = Courier()
         self._first = first
         self._lock = threading.Lock()
         self._log = EventLog(run_dir) if run_dir is not None and first else None
@@ -55,8 +59,23 @@ class ReportDesk:
             self.reports.append(report)
             self._say(report)
 
+    def take_decision(self, decision: RecoveryDecision) -> None:
+        """A recovery decision, to be delivered before the fault it answers."""
+        logger.warning("SCOUT recommends %s (step %s): %s", decision.mode, decision.step, decision.reason)
+        self._write(decision.model_dump(mode="json"))
+        self._courier.send("report_recovery", self._hooks.report_recovery, decision)
+
+    def announce_restart(self, decision: RecoveryDecision) -> None:
+        """The processes are about to end for a restart: the manager may prepare the hosts."""
+        self._courier.send("restart_destination", self._hooks.restart_destination, decision)
+
+    def drain(self) -> None:
+        """Wait for the manager's hooks, for a moment only."""
+        self._courier.drain(_LAST_WORDS_S)
+
     def close(self) -> None:
-        """Close the event log; reports that come later are still kept, logged and handed on."""
+        """Close the event log and deliver what is queued; reports that come later are kept and logged."""
+        self._courier.close()
         with self._lock:
             self._run_dir = None
             if self._log is not None:
@@ -72,9 +91,7 @@ class ReportDesk:
         level("SCOUT %s at step %s: %s", report.kind.value, report.step, report.message)
 
     def _hand_on(self, report: SCOUTFaultReport) -> None:
-        callback = self._report_fault
-        if callback is not None:
-            attempt("calling the manager's report_fault", lambda: callback(report))
+        self._courier.send("report_fault", self._hooks.report_fault, report)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._lock:

@@ -1,0 +1,1 @@
+"""Trust: states, manifests, certification, recovery selection, and the GEMINI memory tier."""

@@ -1,0 +1,153 @@
+"""`scout trust ls|show|verify|select DIR`: what a run's folder holds and may be trusted. Needs no running job."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from scout_core.trust.decision import FailureKind
+from scout_core.trust.files import UntrustedFile, read_record
+from scout_core.trust.manifest import Manifest, ManifestStore, verify
+from scout_core.trust.run_record import RunRecord
+from scout_core.trust.selection import Available, Failure, select_recovery
+from scout_core.trust.shard import ShardRecord, verify_data
+from scout_core.trust.states import TrustState
+
+_CANNOT = 2
+Folder = Annotated[Path, typer.Argument(help="A run's folder (run_dir).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def add_trust_command(app: typer.Typer) -> None:
+    """Add the group `trust` to the `scout` command."""
+    group = typer.Typer(no_args_is_help=True, help="Which checkpoints of a run may be trusted.")
+    group.command("ls")(_ls)
+    group.command("show")(_show)
+    group.command("verify")(_verify)
+    group.command("select")(_select)
+    app.add_typer(group, name="trust")
+
+
+def _ls(folder: Folder, as_json: AsJson = False) -> None:
+    """List durable checkpoints and GEMINI shards with their states. Exit code 1: some record was refused."""
+    manifests, refused = _manifests(folder)
+    rows = [
+        {"source": "durable", "step": m.step, "state": m.state, "id": m.checkpoint_id, "reason": m.reason}
+        for m in manifests
+    ]
+    for place, record in _shards(folder, refused):
+        rows.append({"source": "gemini", "step": record.step, "state": record.state, "id": str(place), "reason": ""})
+    if as_json:
+        print(json.dumps({"checkpoints": rows, "refused": [str(error) for error in refused]}))
+    else:
+        for row in rows:
+            print(f"{row['step']:>9}  {row['state']:<18} {row['source']:<8} {row['id']}  {row['reason']}".rstrip())
+        _print_refused(refused)
+    raise typer.Exit(1 if refused else 0)
+
+
+def _show(folder: Folder, checkpoint_id: Annotated[str, typer.Argument(help="Its id, from ls.")]) -> None:
+    """Print one manifest as JSON. Exit code 2: there is none that can be trusted."""
+    try:
+        print(json.dumps(_store(folder).read(checkpoint_id).model_dump(mode="json"), indent=1))
+    except UntrustedFile as error:
+        _fail(str(error))
+
+
+def _verify(folder: Folder) -> None:
+    """Read every file and compare digests. Exit code 0: all are what was written; 1: some are not."""
+    manifests, refused = _manifests(folder)
+    problems = [str(error) for error in refused]
+    for manifest in manifests:
+        if manifest.state in ("CANDIDATE", "RECOVERY_VERIFIED"):
+            problems += _told(f"step {manifest.step} {manifest.checkpoint_id}", verify(manifest))
+    bad: list[UntrustedFile] = []
+    for place, record in _shards(folder, bad):
+        try:
+            verify_data(place, record)
+            print(f"ok   step {record.step} {place}")
+        except UntrustedFile as error:
+            bad.append(error)
+    problems += [str(error) for error in bad]
+    for problem in problems:
+        print(f"bad  {problem}")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _select(
+    folder: Folder,
+    failure_kind: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(FailureKind))}.")] = "sdc",
+    step: Annotated[int | None, typer.Option(help="The step of the failure. Default: after everything.")] = None,
+) -> None:
+    """Print the decision for a failure, as JSON, from the durable manifests. Exit code 1: nothing to load."""
+    if failure_kind not in get_args(FailureKind):
+        _fail(f"--failure-kind {failure_kind} is none of {', '.join(get_args(FailureKind))}")
+    try:
+        run = read_record(folder / "run.json", RunRecord)
+    except UntrustedFile as error:
+        _fail(str(error))
+    manifests, refused = _manifests(folder)
+    _print_refused(refused)
+    own = [m for m in manifests if m.run_id == run.run_id]
+    failure = Failure(
+        kind=failure_kind,  # type: ignore[arg-type]
+        step=max([m.step for m in manifests], default=0) if step is None else step,
+        run_id=run.run_id,
+        attempt=run.attempt,
+        topology_digest=own[0].topology_digest if own else "",
+    )
+    decision = select_recovery(failure, [_available(manifest) for manifest in manifests])
+    print(decision.model_dump_json(indent=1))
+    raise typer.Exit(0 if decision.available else 1)
+
+
+def _available(manifest: Manifest) -> Available:
+    return Available(
+        source="durable",
+        step=manifest.step,
+        state=TrustState(manifest.state),
+        run_id=manifest.run_id,
+        topology_digest=manifest.topology_digest,
+        complete=not verify(manifest),
+        checkpoint_id=manifest.checkpoint_id,
+        load_failures=manifest.failures,
+    )
+
+
+def _store(folder: Path) -> ManifestStore:
+    if not folder.is_dir():
+        _fail(f"scout trust: {folder} is no folder; name a run's run_dir")
+    return ManifestStore(folder / "manifests")
+
+
+def _manifests(folder: Path) -> tuple[list[Manifest], list[UntrustedFile]]:
+    return _store(folder).all()
+
+
+def _shards(folder: Path, refused: list[UntrustedFile]) -> Iterator[tuple[Path, ShardRecord]]:
+    for path in sorted((folder / "gemini").glob("rank-*/step-*/state.json")):
+        try:
+            yield path.parent, read_record(path, ShardRecord)
+        except UntrustedFile as error:
+            refused.append(error)
+
+
+def _told(what: str, problems: list[str]) -> list[str]:
+    if not problems:
+        print(f"ok   {what}")
+    return [f"{what}: {problem}" for problem in problems]
+
+
+def _print_refused(refused: list[UntrustedFile]) -> None:
+    for error in refused:
+        print(f"refused: {error}", file=sys.stderr)
+
+
+def _fail(message: str) -> Any:
+    print(message, file=sys.stderr)
+    raise typer.Exit(_CANNOT)

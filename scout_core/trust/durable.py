@@ -1,0 +1,210 @@
+"""Durable checkpoints: four callbacks of the framework, and what each may do, enforced."""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from scout_core.trust.tree import flatten, rebuild
+
+
+class CallbackContractError(RuntimeError):
+    """A callback did what its row of the contract forbids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContext:
+    """What a callback is told. `folder` is the one place where the files of this checkpoint belong."""
+
+    checkpoint_id: str
+    step: int
+    folder: Path
+    rank: int
+    world_size: int
+    reason: str = ""
+
+
+class DurableCallbacks(ABC):
+    """The framework's side of durable checkpoints.
+
+    | callback | called on | collectives |
+    |---|---|---|
+    | `save_candidate` | every checkpoint rank | allowed |
+    | `load_checkpoint` | every checkpoint rank | allowed |
+    | `commit_candidate` | manifest writer only | not allowed: raise `CallbackContractError` |
+    | `quarantine_candidate` | manifest writer only | not allowed: raise `CallbackContractError` |
+
+    The bytes must include model, optimizer, scheduler, input position, RNG state and training step.
+    """
+
+    @abstractmethod
+    def save_candidate(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        """Write this rank's part under `context.folder`; returns the files, complete when it returns."""
+
+    @abstractmethod
+    def load_checkpoint(self, context: CheckpointContext, state: Any) -> Any:
+        """This rank's training state. `state` is the present one, for frameworks that load in place."""
+
+    def commit_candidate(self, context: CheckpointContext) -> None:
+        """The checkpoint is complete and its manifest published. Nothing by default."""
+        return None
+
+    def quarantine_candidate(self, context: CheckpointContext) -> None:
+        """The checkpoint must not be used again; `context.reason` says why. Nothing by default."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurableCheckpointConfig:
+    """Connects trust to framework-owned checkpoints.
+
+    `interval` counts optimizer steps; a durable checkpoint is written at the first accepted check at or after each
+    multiple. `manifest_folder` must be as durable as `folder`; None: the run's own. `visibility_s` bounds how long the
+    manifest writer waits for other hosts' files to appear.
+    """
+
+    callbacks: DurableCallbacks
+    folder: Path
+    interval: int = 1
+    manifest_folder: Path | None = None
+    visibility_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"interval={self.interval} must be at least 1 optimizer step")
+        if self.visibility_s < 0:
+            raise ValueError(f"visibility_s={self.visibility_s} must not be negative")
+
+
+class TorchSaveCallbacks(DurableCallbacks):
+    """One file a rank with `torch.save`, read back with `weights_only=True`: no pickle of foreign classes is run."""
+
+    def save_candidate(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        context.folder.mkdir(parents=True, exist_ok=True)
+        path = context.folder / f"rank-{context.rank:05d}.pt"
+        temporary = path.with_suffix(".tmp")
+        torch.save(_plain(state), temporary)
+        temporary.replace(path)
+        return [path]
+
+    def load_checkpoint(self, context: CheckpointContext, state: Any) -> Any:
+        kept = torch.load(context.folder / f"rank-{context.rank:05d}.pt", weights_only=True, map_location="cpu")
+        return rebuild(kept["structure"], kept["tensors"])
+
+
+class DistributedCheckpointCallbacks(DurableCallbacks):
+    """`torch.distributed.checkpoint`: every rank's own state under its own key, so that replicas stay comparable."""
+
+    def save_candidate(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        kept = _plain(state)
+        tensors = {f"rank{context.rank}.{i}": tensor for i, tensor in enumerate(kept["tensors"])}
+        values: dict[str, Any] = {**tensors, f"rank{context.rank}.structure": _text(kept["structure"])}
+        dcp_save(values, checkpoint_id=str(context.folder))
+        own = sorted(context.folder.glob(f"__{context.rank}_*.distcp"))
+        return [*own, context.folder / ".metadata"] if context.rank == 0 else own
+
+    def load_checkpoint(self, context: CheckpointContext, state: Any) -> Any:
+        reader = FileSystemReader(str(context.folder))
+        found = reader.read_metadata().state_dict_metadata
+        prefix = f"rank{context.rank}."
+        values: dict[str, Any] = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in found.items()
+            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        dcp_load(values, storage_reader=reader)
+        structure = _untext(values.pop(f"{prefix}structure"))
+        return rebuild(structure, [values[f"{prefix}{i}"] for i in range(len(values))])
+
+
+def _plain(state: Any) -> dict[str, Any]:
+    flat = flatten(state)
+    return {"structure": flat.structure, "tensors": [tensor.cpu() for tensor in flat.tensors]}
+
+
+def _text(structure: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(structure, allow_nan=False).encode()), dtype=torch.uint8)
+
+
+def _untext(data: torch.Tensor) -> Any:
+    return json.loads(bytes(data.tolist()))
+
+
+class GuardedCallbacks:
+    """The callbacks as SCOUT calls them: the wrong rank or a collective where none may be is an error at once."""
+
+    def __init__(self, callbacks: DurableCallbacks, rank: int, writer: int) -> None:
+        self._callbacks = callbacks
+        self._rank = rank
+        self._writer = writer
+
+    def save(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        """`save_candidate`. Every rank calls; collectives allowed."""
+        return self._callbacks.save_candidate(context, state)
+
+    def load(self, context: CheckpointContext, state: Any) -> Any:
+        """`load_checkpoint`. Every rank calls; collectives allowed."""
+        return self._callbacks.load_checkpoint(context, state)
+
+    def commit(self, context: CheckpointContext) -> None:
+        """`commit_candidate`. The manifest writer calls; a collective inside raises `CallbackContractError`."""
+        self._alone("commit_candidate", lambda: self._callbacks.commit_candidate(context))
+
+    def quarantine(self, context: CheckpointContext) -> None:
+        """`quarantine_candidate`. The manifest writer calls; a collective inside raises `CallbackContractError`."""
+        self._alone("quarantine_candidate", lambda: self._callbacks.quarantine_candidate(context))
+
+    def _alone(self, name: str, call: Callable[[], None]) -> None:
+        if self._rank != self._writer:
+            raise CallbackContractError(f"{name} runs on the manifest writer (rank {self._writer}) only")
+        with no_collectives(name):
+            call()
+
+
+_FORBIDDEN = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
+    "recv", "irecv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "isend",
+)  # fmt: skip
+
+
+@contextmanager
+def no_collectives(name: str) -> Iterator[None]:
+    """Within it, on this thread, every public collective raises `CallbackContractError`: no other rank would come."""
+    thread = threading.get_ident()
+    before = {word: getattr(dist.distributed_c10d, word) for word in _FORBIDDEN}
+
+    def guard(word: str) -> Callable[..., Any]:
+        original = before[word]
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                raise CallbackContractError(f"{name} called {word}(): it runs on one rank, so collectives cannot meet")
+            return original(*args, **kwargs)
+
+        return refuse
+
+    for word in _FORBIDDEN:
+        replacement = guard(word)
+        setattr(dist, word, replacement)
+        setattr(dist.distributed_c10d, word, replacement)
+    try:
+        yield
+    finally:
+        for word, original in before.items():
+            setattr(dist, word, original)
+            setattr(dist.distributed_c10d, word, original)

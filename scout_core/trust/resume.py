@@ -1,0 +1,172 @@
+"""A new attempt: read the decision, agree, load and verify; step back when a load fails; end when nothing is left."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scout_core.adapter import FrameworkAdapter
+from scout_core.replay.guard import attempt, logger
+from scout_core.trust.channel import JobChannel
+from scout_core.trust.decision import RecoveryDecision
+from scout_core.trust.holdings import Complete, Holding, LocalHoldings, complete_steps, fetch
+from scout_core.trust.run_record import RunFolder, RunRecord
+from scout_core.trust.saver import DurableTier, Problem
+from scout_core.trust.selection import Available, Failure, select_recovery
+from scout_core.trust.states import TrustState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a new attempt starts from. `loaded`: source, step and durable id, unproven until its first clean check."""
+
+    step: int
+    record: RunRecord
+    decision: RecoveryDecision | None
+    loaded: tuple[str, int, str | None] | None = None
+    verified: bool = False
+    stop: bool = False
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Resumer:
+    """Loads on all ranks alike: the manifest writer reads the records, everybody judges the same values."""
+
+    channel: JobChannel
+    folder: RunFolder
+    record: RunRecord
+    topology: str
+    budget: int
+    durable: DurableTier | None
+    local: LocalHoldings
+    adapter: FrameworkAdapter
+    problems: list[Problem] = field(default_factory=list)
+
+    def run(self) -> Resumed:
+        """Load the decided checkpoint, or the next that can be loaded. Every rank calls; many collectives."""
+        decision = self._take_decision()
+        if self.record.stopped or (decision is not None and decision.mode == "STOP"):
+            logger.error("SCOUT: an earlier attempt decided to stop: %s", decision.reason if decision else "see log")
+            return self._resumed(0, decision, stop=True)
+        self._tell_refused()
+        while True:
+            available, complete = self._look()
+            wanted = self._choose(decision, available)
+            if not wanted.available:
+                logger.warning("SCOUT: training starts from scratch: %s", wanted.reason)
+                return self._resumed(0, wanted)
+            problems = self._load(wanted, complete)
+            if not problems:
+                verified = wanted.mode == "RECOVERY_VERIFIED"
+                assert wanted.step is not None
+                logger.info("SCOUT: resumed from step %d (%s, %s)", wanted.step, wanted.mode, wanted.source)
+                loaded = (wanted.source, wanted.step, wanted.checkpoint_id)
+                return self._resumed(wanted.step, wanted, loaded=loaded, verified=verified)
+            text = "; ".join(problems)
+            self.problems.append(
+                Problem(step=wanted.step or 0, message=f"cannot be loaded: {text}", checkpoint_id=wanted.checkpoint_id)
+            )
+
+    def _resumed(self, step: int, decision: RecoveryDecision | None, **more: Any) -> Resumed:
+        return Resumed(step=step, record=self.record, decision=decision, problems=self.problems, **more)
+
+    def _take_decision(self) -> RecoveryDecision | None:
+        told: Any = None
+        if self.channel.rank == 0:
+            taken, problem = self.folder.take_decision(self.record.run_id)
+            told = {"decision": None if taken is None else taken.model_dump_json(), "problem": problem}
+        told = self.channel.gather_json(told)[0]
+        if told["problem"] is not None:
+            self.problems.append(Problem(step=0, message=f"the decision file is refused: {told['problem']}"))
+        return None if told["decision"] is None else RecoveryDecision.model_validate_json(told["decision"])
+
+    def _tell_refused(self) -> None:
+        for rank, refused in enumerate(self.channel.gather_json(self.local.refused)):
+            for text in refused[:4]:
+                self.problems.append(Problem(step=0, message=f"refused: {text}", ranks=(rank,)))
+
+    def _look(self) -> tuple[list[Available], list[Complete]]:
+        """What could be loaded now: the writer's manifests and every rank's holdings."""
+        durable: list[dict[str, Any]] = []
+        if self.durable is not None and self.channel.rank == 0:
+            self.problems += self.durable.quarantine_failed()
+            durable = [
+                {**manifest.model_dump(include={"step", "run_id", "topology_digest", "checkpoint_id", "state"}),
+                 "load_failures": manifest.failures}
+                for manifest in self.durable.store.all()[0]
+            ]  # fmt: skip
+        own = [{**asdict(h), "state": h.state.value} for h in self.local.list()]
+        told = self.channel.gather_json({"durable": durable, "holdings": own})
+        holdings = [Holding(**{**one, "state": TrustState(one["state"])}) for rank in told for one in rank["holdings"]]
+        complete = complete_steps(holdings, self.channel.size)
+        found = [
+            Available(source="durable", **{**one, "state": TrustState(one["state"])}) for one in told[0]["durable"]
+        ]
+        for step in complete:
+            found.append(
+                Available(
+                    source="gemini",
+                    step=step.step,
+                    state=step.state,
+                    run_id=self.record.run_id,
+                    topology_digest=self.topology,
+                    load_failures=self.record.loads.get(str(step.step), 0),
+                )
+            )
+        return found, complete
+
+    def _choose(self, decision: RecoveryDecision | None, available: list[Available]) -> RecoveryDecision:
+        """The decided checkpoint while it can be had; a crash that left no decision made its ranks inaccessible."""
+        failure = Failure(
+            kind="inaccessible" if decision is None else decision.failure_kind,
+            step=max([a.step for a in available], default=0) if decision is None else decision.failed_step,
+            all_ranks_accessible=decision is not None,
+            emergency="clean" if decision is not None and decision.mode == "GEMINI" else None,
+            run_id=self.record.run_id,
+            attempt=self.record.attempt,
+            topology_digest=self.topology,
+            restarts_used=0,  # whether to go on at all was decided before
+            restart_budget=max(self.budget, 1),
+            exclude_ranks=() if decision is None else decision.exclude_ranks,
+            exclude_hosts=() if decision is None else decision.exclude_hosts,
+        )
+        if decision is not None and decision.available and decision.step is not None:
+            at_most = [a for a in available if a.step <= decision.step]
+            return select_recovery(failure, at_most)
+        return select_recovery(failure, available)
+
+    def _load(self, wanted: RecoveryDecision, complete: list[Complete]) -> list[str]:
+        """Load on every rank, counted as failed until proven; returns every rank's problems."""
+        if wanted.source == "durable":
+            assert self.durable is not None and wanted.checkpoint_id is not None
+            durable, checkpoint_id = self.durable, wanted.checkpoint_id
+            attempt("counting the load", lambda: durable.begin_load(checkpoint_id))
+            state, problems = durable.load(checkpoint_id, {"step": 0, "state": self.adapter.training_state()})
+            if problems:
+                return problems
+        else:
+            key = str(wanted.step)
+            self._keep_loads({**self.record.loads, key: self.record.loads.get(key, 0) + 1})
+            chosen = next(c for c in complete if c.step == wanted.step)
+            copy, problems = fetch(self.local, chosen, self.channel)
+            if problems or copy is None:
+                # a damaged part is refused from now on, so the same step may yet be complete without it
+                self._keep_loads({**self.record.loads, key: self.record.loads[key] - 1})
+                return problems
+            state = copy.load()
+        outcome = attempt("putting the training state back", lambda: self._put_back(state, wanted.step))
+        told = self.channel.gather_json(None if outcome.failure is None else outcome.failure.error)
+        return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+
+    def _put_back(self, state: Any, step: int | None) -> None:
+        if not isinstance(state, dict) or state.get("step") != step:
+            raise ValueError(
+                f"the state is of step {state.get('step') if isinstance(state, dict) else None}, not {step}"
+            )
+        self.adapter.load_training_state(state["state"])
+
+    def _keep_loads(self, loads: dict[str, int]) -> None:
+        self.record = self.record.model_copy(update={"loads": loads})
+        if self.channel.rank == 0:
+            attempt("writing the run's record", lambda: self.folder.save(self.record))

@@ -1,0 +1,84 @@
+"""The lineage of a run: who it is, which attempt this is, and what earlier attempts taught. One sealed record."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from scout_core.trust.decision import RecoveryDecision
+from scout_core.trust.files import UntrustedFile, read_record, write_record
+
+RESTART_EXIT_CODE = 75
+"""How a job leaves that asks to be restarted (sysexits' EX_TEMPFAIL); any code but 0 makes torchrun restart it."""
+STOP_EXIT_CODE = 78
+"""How a job leaves that should not be restarted as it is; further attempts leave with it at once."""
+
+
+class RunRecord(BaseModel):
+    """What outlives an attempt. `loads` counts failed loads of GEMINI steps, `failed_step` where it last went wrong."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    schema_version: Literal[1] = 1
+    type: Literal["ScoutRun"] = "ScoutRun"
+    run_id: str
+    attempt: int = Field(default=0, ge=0)
+    restarts_used: int = Field(default=0, ge=0)
+    failed_step: int = Field(default=0, ge=0)
+    loads: dict[str, int] = Field(default_factory=dict)
+    stopped: bool = False
+
+
+class RunFolder:
+    """`run.json` and `decision.json` under a run's folder. Written by the manifest writer alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_path = folder / "run.json"
+        self.decision_path = folder / "decision.json"
+
+    def begin(self) -> tuple[RunRecord, bool, str | None]:
+        """This attempt's record, whether the run existed before, and what was wrong with the old record, if anything.
+
+        A record that cannot be trusted begins a new lineage: its checkpoints cannot be told from foreign ones.
+        """
+        problem = None
+        if self.run_path.exists():
+            try:
+                old = read_record(self.run_path, RunRecord)
+                record = old.model_copy(update={"attempt": old.attempt + 1})
+                write_record(self.run_path, record)
+                return record, True, None
+            except UntrustedFile as error:
+                problem = str(error)
+        launched = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        run_id = uuid.uuid4().hex if launched == "none" else f"{launched}-{uuid.uuid4().hex[:8]}"
+        record = RunRecord(run_id=run_id)
+        write_record(self.run_path, record)
+        return record, False, problem
+
+    def save(self, record: RunRecord) -> None:
+        """Publish the record. Raises `OSError`."""
+        write_record(self.run_path, record)
+
+    def decide(self, decision: RecoveryDecision) -> None:
+        """Publish the decision for the next attempt. Raises `OSError`."""
+        write_record(self.decision_path, decision)
+
+    def take_decision(self, run_id: str) -> tuple[RecoveryDecision | None, str | None]:
+        """The decision an earlier attempt left, taken away so that it serves once; or why it is refused."""
+        if not self.decision_path.exists():
+            return None, None
+        try:
+            decision = read_record(self.decision_path, RecoveryDecision)
+            if decision.run_id != run_id:
+                return None, f"{self.decision_path}: belongs to run {decision.run_id}"
+            return decision, None
+        except UntrustedFile as error:
+            return None, str(error)
+        finally:
+            self.decision_path.replace(self.decision_path.with_name("decision.taken.json"))

@@ -1,0 +1,125 @@
+"""A tiny job for torchrun: trains, goes wrong as told, resumes by itself, and writes down how it ended.
+
+`python job.py RUN_DIR STEPS [key=value ...]`; keys: `fault` (sdc, nan, kill, raise, none), `at` (step), `attempts` (in
+how many it occurs), `durable` (none, save, dcp), `gemini` (0, 1), `budget`, `flush`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import scout_core
+from scout_core.consensus import tensor_signature
+from scout_core.faults import corrupt_weight
+from scout_core.trust.durable import DistributedCheckpointCallbacks, DurableCheckpointConfig, TorchSaveCallbacks
+
+
+class Sampler:
+    """Input position of the job: what it gives depends on where it stands."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> float:
+        self.position += 1
+        return (self.position % 7) / 7
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def build(rank: int) -> tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(16, 8),
+        nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(2)]),
+        nn.Linear(8, 16),
+    )
+    # DDP lays its buckets out anew after the first step of a process, which changes the order of sums, unless it looks
+    # for unused parameters: without that no restart of DDP can have the same bits
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    torch.manual_seed(100 + rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    return model, ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+
+
+def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, sampler: Sampler, scheduler: Any) -> None:
+    ids = torch.randint(0, 16, (4, 6))
+    noise = float(np.random.rand()) + random.random() + sampler.next()
+    loss = nn.functional.cross_entropy(ddp(ids).flatten(0, 1) * (1 + noise), ids.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+
+
+def options(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words)
+
+
+def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    model, ddp, optimizer = build(rank)
+    sampler = Sampler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    callbacks = {"save": TorchSaveCallbacks, "dcp": DistributedCheckpointCallbacks}.get(given.get("durable", "none"))
+    durable = None if callbacks is None else DurableCheckpointConfig(callbacks=callbacks(), folder=run_dir / "durable")
+    with scout_core.attach(
+        ddp,
+        optimizer,
+        run_dir=run_dir,
+        check_interval=2,
+        gemini=given.get("gemini", "1") == "1",
+        flush_interval=int(given.get("flush", "1")),
+        on_fault="restart",
+        restart_budget=int(given.get("budget", "3")),
+        stateful={"sampler": sampler, "scheduler": scheduler},
+        durable=durable,
+    ) as scout:
+        start = scout.step_count
+        with (run_dir / f"starts-{rank}.txt").open("a") as file:
+            file.write(f"{attempt} {start}\n")
+        while scout.step_count < steps:
+            if scout.step_count == int(given.get("at", "-1")) and attempt < int(given.get("attempts", "1")):
+                misbehave(given["fault"], rank, model)
+            train_step(ddp, optimizer, sampler, scheduler)
+        final = [tensor_signature(p) for p in (*model.state_dict().values(), torch.get_rng_state())]
+        (run_dir / f"final-{rank}.json").write_text(json.dumps([*final, sampler.position]))
+    dist.destroy_process_group()
+
+
+def misbehave(fault: str, rank: int, model: nn.Module) -> None:
+    weight = model.get_parameter("2.weight")
+    if fault == "nan":
+        weight.data.fill_(float("nan"))
+    elif rank != 2:
+        return
+    elif fault == "sdc":
+        corrupt_weight(weight, element=3, bit=20)
+    elif fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "raise":
+        raise RuntimeError("the job's own fault")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), options(sys.argv[3:]))

@@ -1,0 +1,136 @@
+"""Functions that pool ranks run: the job of `job.py`, with checkpoints and ways to break them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import scout_core
+from scout_core.manager_api import OrchestrationHooks
+from scout_core.trust import trust as trust_module
+from scout_core.trust.durable import (
+    CheckpointContext,
+    DistributedCheckpointCallbacks,
+    DurableCallbacks,
+    DurableCheckpointConfig,
+    TorchSaveCallbacks,
+)
+from tests.trust.job import Sampler, build, misbehave, train_step
+
+
+class Breaking(TorchSaveCallbacks):
+    """Saves as told wrong on rank 2 at step 4; counts what it is asked."""
+
+    def __init__(self, how: str, folder: Path) -> None:
+        self.how = how
+        self.folder = folder
+        self.calls: list[tuple[str, int]] = []
+
+    def save_candidate(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        self.calls.append(("save", context.step))
+        written = super().save_candidate(context, state)
+        if context.rank != 2 or context.step != 4:
+            return written
+        path = written[0]
+        if self.how == "sibling":
+            other = self.folder / "elsewhere" / path.name
+            other.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(other)
+            return [other]
+        if self.how == "empty":
+            path.write_bytes(b"")
+        elif self.how == "tmp":
+            path.rename(path.with_suffix(".tmp"))
+        elif self.how == "raise":
+            raise FileExistsError(17, "File exists", str(path))
+        elif self.how == "late":
+            path.rename(path.with_suffix(".hidden"))
+            path.write_bytes(path.with_suffix(".hidden").read_bytes())
+        return written
+
+    def commit_candidate(self, context: CheckpointContext) -> None:
+        self.calls.append(("commit", context.step))
+        if self.how == "collective":
+            dist.barrier()
+
+    def quarantine_candidate(self, context: CheckpointContext) -> None:
+        self.calls.append(("quarantine", context.step))
+
+
+def train(
+    run_dir: Path,
+    steps: int,
+    *,
+    fault: str = "none",
+    at: int = -1,
+    callbacks: DurableCallbacks | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Train to `steps` from wherever the run stands; what came of it, as plain values."""
+    rank = dist.get_rank()
+    model, ddp, optimizer = build(rank)
+    sampler = Sampler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    durable = None
+    if callbacks is not None:
+        durable = DurableCheckpointConfig(callbacks=callbacks, folder=run_dir / "durable", visibility_s=2.0)
+    delivered: list[Any] = []
+    hooks = OrchestrationHooks(report_fault=delivered.append, report_recovery=delivered.append)
+    settings = {"check_interval": 2, "gemini": True, "flush_interval": 1, **more}
+    with scout_core.attach(
+        ddp,
+        optimizer,
+        run_dir=run_dir,
+        hooks=hooks,
+        stateful={"sampler": sampler, "scheduler": scheduler},
+        durable=durable,
+        **settings,
+    ) as scout:
+        start = scout.step_count
+        while scout.step_count < steps and scout.active:
+            if scout.step_count == at:
+                misbehave(fault, rank, model)
+            train_step(ddp, optimizer, sampler, scheduler)
+            if scout._trust.enabled and scout._trust._gemini is not None:
+                scout._trust._gemini.settle(30)  # so that which steps are captured does not hang on the machine's load
+        decision, active = scout.last_recovery_decision, scout.active
+    return {
+        "start": start,
+        "weights": [p.clone() for p in (*model.state_dict().values(), torch.get_rng_state())] + [sampler.position],
+        "decision": None if decision is None else decision.model_dump(mode="json"),
+        "reports": [(r.kind.value, list(r.ranks), r.message) for r in scout.reports],
+        "delivered": [value.type for value in delivered],
+        "active": active,
+        "calls": getattr(callbacks, "calls", []),
+    }
+
+
+def train_with(run_dir: Path, steps: int, how: str, **more: Any) -> dict[str, Any]:
+    """`train` with durable checkpoints: `save`, `dcp`, or a way to break them."""
+    kinds = {"save": TorchSaveCallbacks, "dcp": DistributedCheckpointCallbacks}
+    callbacks = kinds[how]() if how in kinds else Breaking(how, run_dir)
+    return train(run_dir, steps, callbacks=callbacks, **more)
+
+
+def forget_memory() -> None:
+    """As if the process were a new one."""
+    trust_module._SURVIVORS.clear()
+
+
+def resume_from(run_dir: Path, first: int, steps: int, *, where: str) -> dict[str, Any]:
+    """Train to `first`, lose everything but `where` (own, peer, disk), come back, and train to `steps`."""
+    rank = dist.get_rank()
+    before = train(run_dir, first, flush_interval=1 if where == "disk" else 0)
+    if where == "disk":
+        forget_memory()
+    elif where == "peer":
+        for run, copies in trust_module._SURVIVORS.items():
+            if rank == 1:  # this rank's own copy is gone; the peer's copy of it must do
+                trust_module._SURVIVORS[run] = [c for c in copies if c[1].owner != 1]
+    after = train(run_dir, steps, flush_interval=0)
+    forget_memory()
+    return {"before": before["start"], **after}

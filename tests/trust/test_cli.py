@@ -1,0 +1,48 @@
+"""`scout trust`: on a folder alone, without a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from scout_core.cli import app
+from scout_core.trust.files import write_record
+from scout_core.trust.manifest import ManifestStore
+from scout_core.trust.run_record import RunRecord
+from tests.trust.test_files import checkpoint
+
+RUNNER = CliRunner()
+
+
+def run_folder(folder: Path) -> Path:
+    store = ManifestStore(folder / "manifests")
+    for step, state in ((10, "RECOVERY_VERIFIED"), (20, "RECOVERY_VERIFIED"), (30, "REJECTED")):
+        store.write(checkpoint(folder / "durable", step, state))
+    write_record(folder / "run.json", RunRecord(run_id="run"))
+    return folder
+
+
+def test_ls_show_verify_and_select_on_a_good_folder(tmp_path: Path) -> None:
+    folder = str(run_folder(tmp_path))
+    listed = json.loads(RUNNER.invoke(app, ["trust", "ls", folder, "--json"]).output)
+    assert [row["step"] for row in listed["checkpoints"]] == [30, 20, 10] and listed["refused"] == []
+    assert json.loads(RUNNER.invoke(app, ["trust", "show", folder, "step-20"]).output)["step"] == 20
+    assert RUNNER.invoke(app, ["trust", "verify", folder]).exit_code == 0
+    selected = RUNNER.invoke(app, ["trust", "select", folder])
+    assert selected.exit_code == 0 and json.loads(selected.output)["step"] == 20
+
+
+def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    (folder / "durable" / "step-20" / "rank-2.pt").write_bytes(b"short")
+    verified = RUNNER.invoke(app, ["trust", "verify", str(folder)])
+    assert verified.exit_code == 1 and "rank-2.pt" in verified.output
+    assert json.loads(RUNNER.invoke(app, ["trust", "select", str(folder)]).output)["step"] == 10
+
+
+def test_what_cannot_be_read_ends_with_two(tmp_path: Path) -> None:
+    assert RUNNER.invoke(app, ["trust", "ls", str(tmp_path / "nothing")]).exit_code == 2
+    assert RUNNER.invoke(app, ["trust", "show", str(run_folder(tmp_path)), "step-99"]).exit_code == 2
+    assert RUNNER.invoke(app, ["trust", "select", str(tmp_path), "--failure-kind", "x"]).exit_code == 2

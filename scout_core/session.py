@@ -260,8 +260,7 @@ class Scout:
         self._trust.leave(decision)
 
     def _tell_problem(self, problem: Problem) -> None:
-        if self._peers.position == 0:
-            self._desk.take_own(checkpoint_report(problem))
+        self._desk.take_shared([checkpoint_report(problem)])
 
     def _publish(self, result: ReplayResult) -> None:
         hosts, devices = self._places
@@ -270,7 +269,7 @@ class Scout:
             finding = self._oob.explain_digest()
             reports += [oob_report(finding, run="digest")] if finding is not None else []
         self._oob.reset_digest()
-        self._desk.take_check(result.to_json(), reports)
+        self._desk.take_shared(reports, result.to_json())
 
     def _take_report(self, record: Mapping[str, Any], deliver: bool) -> None:
         """A report of the observers, which have written it to the event log. Called in the supervisor's thread."""

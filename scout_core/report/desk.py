@@ -36,12 +36,13 @@ class ReportDesk:
         self._lock = threading.Lock()
         self._log = EventLog(run_dir) if run_dir is not None and first else None
 
-    def take_check(self, check: Mapping[str, Any], reports: Sequence[SCOUTFaultReport]) -> None:
-        """The record of one check and the reports it led to, equal on every peer."""
+    def take_shared(self, reports: Sequence[SCOUTFaultReport], check: Mapping[str, Any] | None = None) -> None:
+        """Reports that are equal on every peer, and the record of the check that led to them."""
         self.reports.extend(reports)
         if not self._first:
             return
-        self._write(check)
+        if check is not None:
+            self._write(check)
         for report in reports:
             self._tell(report)
 

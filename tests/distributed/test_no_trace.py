@@ -134,8 +134,9 @@ def test_compiled_models_show_no_trace(ranks4: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_models_compiled_by_inductor_show_no_trace(ranks4: RankPool) -> None:
-    _judge(ranks4.run(run_batch, sorted(INDUCTOR), timeout=280))
+    _judge(ranks4.run(run_batch, sorted(INDUCTOR), timeout=1700))
 
 
 def _judge(by_rank: list[dict[str, dict[str, Any]]]) -> None:

@@ -21,7 +21,7 @@ def trained(steps: int = 3, **settings: Any) -> tuple[scout_core.Scout, nn.Modul
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scout = scout_core.attach(model, optimizer, **settings)
+    scout = scout_core.attach(model, optimizer, oob_enabled=False, **settings)
     for _ in range(steps):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(PY) -m scout_core.demo
+	$(PY) -m scout_core.demo.loop
 
 test: $(STAMP)
 	$(PY) -m pytest -q

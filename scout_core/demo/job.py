@@ -80,12 +80,16 @@ class Snapshot:
 class Job:
     """One rank of the job. Every rank builds one: DDP broadcasts the first rank's weights."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, *, repeatable: bool = False) -> None:
+        """`repeatable`: keep DDP from laying its buckets out anew after the first step of a process, which would give
+        a restarted job other last bits than an uninterrupted one."""
         torch.manual_seed(0)
         self.rank = rank
         self.model = GPT().to(device)
         on_gpu = device.type == "cuda"
-        self.ddp = DistributedDataParallel(self.model, device_ids=[device.index] if on_gpu else None)
+        self.ddp = DistributedDataParallel(
+            self.model, device_ids=[device.index] if on_gpu else None, find_unused_parameters=repeatable
+        )
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3)
         self._device = device
         self._text = read_text()
@@ -111,6 +115,14 @@ class Job:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.item()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Input position: where this rank's stream of batches stands."""
+        return {"draw": self._draw.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Put the input position back."""
+        self._draw.set_state(state["draw"])
 
     def snapshot(self) -> Snapshot:
         """Copy this rank's model and optimizer state."""

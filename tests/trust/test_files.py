@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scout_core.report.courier import Courier
 
+from scout_core.report.courier import Courier
 from scout_core.trust.decision import RecoveryDecision
 from scout_core.trust.durable import CallbackContractError, CheckpointContext, GuardedCallbacks, TorchSaveCallbacks
 from scout_core.trust.files import UntrustedFile, file_digest, read_record, sealed, write_record

@@ -36,8 +36,8 @@ from scout_core.doctor.explain import (
 from scout_core.doctor.findings import rank_text
 from scout_core.doctor.job import JobError, launched
 from scout_core.doctor.render import fact_lines, finding_lines
-from scout_core.oob.channel import sweep
 from scout_core.health.cli import add_health_command
+from scout_core.oob.channel import sweep
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Names the rank at fault in distributed training.")
 

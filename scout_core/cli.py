@@ -37,6 +37,7 @@ from scout_core.doctor.findings import rank_text
 from scout_core.doctor.job import JobError, launched
 from scout_core.doctor.render import fact_lines, finding_lines
 from scout_core.health.cli import add_health_command
+from scout_core.oob.channel import sweep
 from scout_core.trust.cli import add_trust_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Names the rank at fault in distributed training.")
@@ -73,6 +74,9 @@ def doctor(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="How long to wait for other ranks, seconds.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Only remove shared memory that killed jobs of yours left on this host.")
+    ] = False,
 ) -> None:
     """Say what SCOUT would see of this machine or job, and what to repair.
 
@@ -82,6 +86,10 @@ def doctor(
 
     Exit code 0: nothing to repair. 1: something is (a warning or fatal finding). 2: the ranks could not be gathered.
     """
+    if clean:
+        removed = sweep()
+        typer.echo(f"removed {len(removed)} segment(s) of ended jobs" + "".join(f"\n  {name}" for name in removed))
+        raise typer.Exit(0)
     try:
         diagnosis = run_doctor(in_job=launched() if in_job is None else in_job, timeout_s=timeout)
     except JobError as error:

@@ -132,3 +132,16 @@ from scout_core.cli import main
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (1, "the core is there\n"), done.stderr
     assert "pip install 'scout-suite[cli]'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_clean_removes_what_ended_jobs_left_and_nothing_else(tmp_path):
+    program = (
+        "import os; from scout_core.oob.channel import Channel, Scope\n"
+        "c = Channel.create(Scope(run='left', attempt=0, pid=os.getpid(), peers=(0,), rank=0), world=1)\n"
+        "print(c.name, flush=True); os._exit(0)"
+    )
+    name = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    assert (Path("/dev/shm") / name).exists()
+    result = runner.invoke(app, ["doctor", "--clean"])
+    assert result.exit_code == 0 and name in result.output
+    assert not (Path("/dev/shm") / name).exists()

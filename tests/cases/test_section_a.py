@@ -1,4 +1,4 @@
-"""Section A of the case list (hangs and desyncs): four real ranks with their observers, a threshold of 1.2 s.
+"""Section A of the case list (hangs and desyncs): four real ranks with their observers, a threshold of 2 s.
 
 Each test makes the fault as the report describes it and asserts what SCOUT says: kind, rank, phase, decision.
 """
@@ -115,7 +115,7 @@ def a05_drifting_counter(run_dir: str) -> None:
 def test_a05_a_step_counter_that_lags_on_one_rank(tmp_path: Path) -> None:
     with running(a05_drifting_counter, tmp_path) as ranks:
         report = first_report(tmp_path)
-        ranks.wait(20)
+        ranks.wait(100)
     check(report, "collective_desync", [1])
     assert report["evidence"]["how"] == "step drift" and report["step"] == 4
 
@@ -129,7 +129,7 @@ def a07_other_shape(run_dir: str, which: str) -> None:
     job.step()
     reduce(size, dtype) if job.rank == 2 else reduce(4 if which == "small" else 40000)
     reduce()
-    idle(20)
+    idle()
 
 
 @pytest.mark.parametrize("which", list(SHAPES))
@@ -172,7 +172,7 @@ def test_a08_a_parameter_that_one_rank_does_not_use(tmp_path: Path) -> None:
 
 def test_a09_the_same_is_legal_when_ddp_looks_for_unused_parameters(tmp_path: Path) -> None:
     with running(a08_unused_parameter, tmp_path, True) as ranks:
-        ranks.wait(40)
+        ranks.wait(150)
     assert len(list(tmp_path.glob("done*"))) == 4 and reports(tmp_path) == []
 
 
@@ -235,7 +235,7 @@ def test_a12_a_process_that_lives_and_does_nothing(tmp_path: Path, how: str, sta
         report = first_report(tmp_path)
         late = time.time() - float((tmp_path / "stopped").read_text()) - STALL_S
     check(report, "process_stall", [2], action="restart")
-    assert state in report["message"] and late < 3.0
+    assert state in report["message"] and late < 5.0, "2 s on an idle machine"
     folder = Path(report["evidence"]["bundle"])
     healthy = (folder / "stacks-rank0.txt").read_text()
     assert "all_reduce" in healthy and "File" in healthy
@@ -345,7 +345,7 @@ def a18_named_order(run_dir: str) -> None:
 def test_a18_equal_shapes_in_another_order(tmp_path: Path) -> None:
     with running(a18_named_order, tmp_path) as ranks:
         report = first_report(tmp_path)
-        ranks.wait(20)
+        ranks.wait(100)
     check(report, "collective_desync", [2])
     assert report["evidence"]["how"] == "wrong order" and report["step"] == 1
 

@@ -18,7 +18,7 @@ from torch import nn
 import scout_core
 from tests.distributed.pool import Ranks, own_ranks
 
-STALL_S = 1.2
+STALL_S = 2.0
 WORLD = 4
 WIDTH = 8
 
@@ -71,7 +71,7 @@ def reduce(size: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return values
 
 
-def idle(seconds: float = 60.0) -> None:
+def idle(seconds: float = 120.0) -> None:
     """Stay alive outside any collective: the test ends the process."""
     time.sleep(seconds)
 
@@ -90,7 +90,7 @@ def as_script(body: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def running(body: Callable[..., Any], run_dir: Path, *args: Any, timeout: float = 60.0) -> Iterator[Ranks]:
+def running(body: Callable[..., Any], run_dir: Path, *args: Any, timeout: float = 180.0) -> Iterator[Ranks]:
     """Four ranks that run `body(run_dir, ...)` as scripts."""
     with own_ranks(WORLD, as_script, body, str(run_dir), *args, timeout=timeout) as ranks:
         yield ranks
@@ -108,17 +108,17 @@ def reports(run_dir: Path) -> list[dict[str, Any]]:
     return [r for r in found if "secondary_to" not in r["evidence"]]
 
 
-def first_report(run_dir: Path, deadline_s: float = 40.0) -> dict[str, Any]:
+def first_report(run_dir: Path, deadline_s: float = 120.0) -> dict[str, Any]:
     """The first report, once there is one."""
     return wait_reports(run_dir, 1, deadline_s)[0]
 
 
-def wait_reports(run_dir: Path, count: int, deadline_s: float = 40.0) -> list[dict[str, Any]]:
+def wait_reports(run_dir: Path, count: int, deadline_s: float = 120.0) -> list[dict[str, Any]]:
     """The reports, once there are `count`."""
     return wait_until(lambda: found if len(found := reports(run_dir)) >= count else None, deadline_s)
 
 
-def wait_until(look: Callable[[], Any], deadline_s: float = 30.0) -> Any:
+def wait_until(look: Callable[[], Any], deadline_s: float = 120.0) -> Any:
     """What `look` gives, once it is something."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:

@@ -37,6 +37,7 @@ def a01_other_keys(run_dir: str) -> None:
     idle()
 
 
+@pytest.mark.slow
 def test_a01_a_rank_with_one_more_key_to_log(tmp_path: Path) -> None:
     with running(a01_other_keys, tmp_path):
         report = first_report(tmp_path)
@@ -71,6 +72,7 @@ def a03_uneven_batches(run_dir: str) -> None:
     idle()
 
 
+@pytest.mark.slow
 def test_a03_a_rank_that_runs_out_of_batches(tmp_path: Path) -> None:
     with running(a03_uneven_batches, tmp_path):
         report = first_report(tmp_path)
@@ -92,6 +94,7 @@ def a04_swallowed_error(run_dir: str) -> None:
                 raise
 
 
+@pytest.mark.slow
 def test_a04_a_swallowed_error_on_the_rank_that_ends_cleanly(tmp_path: Path) -> None:
     with running(a04_swallowed_error, tmp_path):
         report = first_report(tmp_path)
@@ -112,6 +115,7 @@ def a05_drifting_counter(run_dir: str) -> None:
     job.scout.close()
 
 
+@pytest.mark.slow
 def test_a05_a_step_counter_that_lags_on_one_rank(tmp_path: Path) -> None:
     with running(a05_drifting_counter, tmp_path) as ranks:
         report = first_report(tmp_path)
@@ -163,6 +167,7 @@ def a08_unused_parameter(run_dir: str, find: bool) -> None:
     job.scout.close()
 
 
+@pytest.mark.slow
 def test_a08_a_parameter_that_one_rank_does_not_use(tmp_path: Path) -> None:
     with running(a08_unused_parameter, tmp_path, False):
         report = first_report(tmp_path)
@@ -170,6 +175,7 @@ def test_a08_a_parameter_that_one_rank_does_not_use(tmp_path: Path) -> None:
     assert report["step"] == 1
 
 
+@pytest.mark.slow
 def test_a09_the_same_is_legal_when_ddp_looks_for_unused_parameters(tmp_path: Path) -> None:
     with running(a08_unused_parameter, tmp_path, True) as ranks:
         ranks.wait(150)
@@ -209,6 +215,7 @@ def test_a10_a_stopped_loader_worker_in_evaluation(tmp_path: Path) -> None:
     assert report["evidence"]["workers"] == {worker: "T"} and report["surface"] == "valid"
 
 
+@pytest.mark.slow
 def test_a11_a_killed_loader_worker(tmp_path: Path) -> None:
     with running(a10_loader_worker, tmp_path, signal.SIGKILL):
         report = first_report(tmp_path)
@@ -229,7 +236,7 @@ def a12_stalled(run_dir: str, how: str) -> None:
     idle()
 
 
-@pytest.mark.parametrize(("how", "state"), [("stopped", "state T"), ("spinning", "state R")])
+@pytest.mark.parametrize(("how", "state"), [("stopped", "state T"), pytest.param("spinning", "state R", marks=pytest.mark.slow)])
 def test_a12_a_process_that_lives_and_does_nothing(tmp_path: Path, how: str, state: str) -> None:
     with running(a12_stalled, tmp_path, how):
         report = first_report(tmp_path)
@@ -268,6 +275,7 @@ def a14_other_branch(run_dir: str) -> None:
     idle()
 
 
+@pytest.mark.slow
 def test_a14_a_rank_that_alone_sees_a_checkpoint(tmp_path: Path) -> None:
     with running(a14_other_branch, tmp_path):
         report = first_report(tmp_path)
@@ -303,6 +311,7 @@ def a16_quiet_exit(run_dir: str) -> None:
             os._exit(1)
 
 
+@pytest.mark.slow
 def test_a16_a_rank_that_ended_while_the_launcher_waits(tmp_path: Path) -> None:
     with running(a16_quiet_exit, tmp_path):
         report = first_report(tmp_path)
@@ -319,6 +328,7 @@ def a17_late_start(run_dir: str) -> None:
     idle()
 
 
+@pytest.mark.slow
 def test_a17_a_rank_that_never_comes_to_the_first_collective(tmp_path: Path) -> None:
     with running(a17_late_start, tmp_path):
         wait_until(lambda: len(list(tmp_path.glob("attached*"))) == 4)
@@ -361,6 +371,7 @@ def a20_finalize(run_dir: str) -> None:
     idle()
 
 
+@pytest.mark.slow
 def test_a20_finalizing_a_save_on_the_first_rank_only(tmp_path: Path) -> None:
     with running(a20_finalize, tmp_path):
         report = first_report(tmp_path)

@@ -20,6 +20,7 @@ from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
 from scout_core.consensus.readiness import name_ranks
 from scout_core.health.config import HealthConfig
+from scout_core.health.identity import rank_identity
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
 from scout_core.oob import OutOfBand
@@ -306,8 +307,7 @@ def _places(peers: PeerGroup, config: ReplayHarnessConfig) -> tuple[tuple[str, .
 
     Raises `ConfigError` on every peer when they were configured differently: their checks would never meet.
     """
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    own = (socket.gethostname(), device, config.model_dump())
+    own = (socket.gethostname(), _device_name(peers.rank), config.model_dump())
     if peers.control is None:
         return (own[0],), (own[1],)
     gathered: list[Any] = [None] * peers.size
@@ -320,6 +320,15 @@ def _places(peers: PeerGroup, config: ReplayHarnessConfig) -> tuple[tuple[str, .
             groups = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in said.items())
             raise ConfigError(f"{name} must be the same on all ranks, but it is {groups}")
     return tuple(host for host, _, _ in gathered), tuple(device for _, device, _ in gathered)
+
+
+def _device_name(rank: int) -> str:
+    """UUID of this rank's GPU where NVML tells it, since a manager can act on that; else its CUDA ordinal, or `cpu`."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    ordinal = torch.cuda.current_device()
+    known = rank_identity(rank, ordinal)
+    return known.mig_uuid or known.uuid or f"cuda:{ordinal}"
 
 
 def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:

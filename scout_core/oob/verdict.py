@@ -303,6 +303,8 @@ def _own_word(view: RankView, views: Mapping[int, RankView], victims: Mapping[st
     if view.activity == "dataloader":
         lost = [worker for worker in view.workers if worker.state in ("T", "Z", "gone")]
         text = "".join(f"; worker {worker.pid} is {'stopped' if worker.state == 'T' else 'dead'}" for worker in lost)
+        if any(worker.state != "T" for worker in lost):
+            text += "; if the kernel killed it, look at host memory"
         evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
         return make(
             "dataloader_stall",

@@ -236,7 +236,9 @@ def a12_stalled(run_dir: str, how: str) -> None:
     idle()
 
 
-@pytest.mark.parametrize(("how", "state"), [("stopped", "state T"), pytest.param("spinning", "state R", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "state"), [("stopped", "state T"), pytest.param("spinning", "state R", marks=pytest.mark.slow)]
+)
 def test_a12_a_process_that_lives_and_does_nothing(tmp_path: Path, how: str, state: str) -> None:
     with running(a12_stalled, tmp_path, how):
         report = first_report(tmp_path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import xxhash
 from torch.distributed import distributed_c10d
 
+from scout_core.oob.rendezvous import this_run
 from scout_core.peers import PeerGroup
 from scout_core.replay.schedule import Plan
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
@@ -47,6 +49,8 @@ def unmonitored_report(plan: Plan, peers: PeerGroup, missing: tuple[int, ...], e
     else:
         message = f"the check after step {plan.step} broke off and checks are off from now on: {error}"
     return SCOUTFaultReport(
+        # every rank whose check broke off tells of it, and it is one incident
+        incident_id=xxhash.xxh3_128_hexdigest(f"{this_run()}|unmonitored|{peers.ranks}|{plan.step}".encode()),
         kind=FaultKind.COLLECTIVE_DESYNC,
         severity="warning",
         status="Attributed" if named else "Inconclusive",

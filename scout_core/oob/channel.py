@@ -76,13 +76,8 @@ class Channel:
         """
         name = scope.name()
         path = folder / name
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except FileExistsError:
-            if not reclaim(path):
-                raise ChannelBusy(f"{name} belongs to a live process; it is left alone") from None
-            descriptor = os.open(path, flags, 0o600)
+        # It gets its name only when it is locked and has its header: nobody may take it for a dead owner's before.
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(descriptor, 0, SIZE)
         memory = mmap.mmap(descriptor, SIZE)
@@ -91,6 +86,13 @@ class Channel:
         HEADER.pack_into(
             memory, 0, MAGIC, VERSION, os.getuid(), os.getpid(), scope.rank, own, token, world, scope.attempt, 0
         )
+        try:
+            _name(descriptor, path)
+        except FileExistsError:
+            if not reclaim(path):
+                os.close(descriptor)
+                raise ChannelBusy(f"{name} belongs to a live process; it is left alone") from None
+            _name(descriptor, path)
         return cls(name, memory, token, descriptor)
 
     @classmethod
@@ -118,6 +120,12 @@ class Channel:
             self._descriptor = None
 
 
+def _name(descriptor: int, path: Path) -> None:
+    """Give an unnamed file its name at once. Raises `FileExistsError`."""
+    # With a directory given Python calls linkat(2), which follows the link in /proc; the directory itself is not used.
+    os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+
+
 def remove_owned(path: Path, token: bytes) -> None:
     """Remove the segment at `path` if it carries this token."""
     owner = _peek(path)
@@ -143,7 +151,10 @@ def reclaim(path: Path) -> bool:
         owner = _peek(path)
         if owner is not None and owner.alive:
             return False
-        path.unlink(missing_ok=True)
+        if path.stat().st_ino == os.fstat(descriptor).st_ino:  # not a successor's of the same name
+            path.unlink()
+        return True
+    except FileNotFoundError:
         return True
     finally:
         os.close(descriptor)

@@ -253,13 +253,19 @@ class OutOfBand:
         )
         timeout = self._config.oob_ready_timeout_s
         if leads:
-            told = self._supervisor.hear("listening", timeout)
+            try:
+                told = self._supervisor.hear("listening", timeout)
+            except ObserverLost as error:
+                store.set("where", f"||{error}")  # so that nobody waits for it
+                raise
             address = meeting.address
             if address == "127.0.0.1" and self._config.hang_master_addr is None and not _one_host():
                 address = socket.gethostname()
             store.set("where", f"{address}|{told['listening']}|{told['note']}")
         store.wait(["where"], timedelta(seconds=timeout))
         address, port, note = store.get("where").decode().split("|", 2)
+        if not port:
+            raise ObserverLost(f"the observer of rank {self._peers.ranks[0]}, where all meet, is lost: {note}")
         if note:
             logger.warning("SCOUT: out-of-band rendezvous: %s", note)
         if not leads:

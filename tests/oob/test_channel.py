@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -178,3 +179,21 @@ def test_a_forked_child_writes_nowhere(channel: Channel) -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert read_progress(channel.memory).step == 0
+
+
+def _create_and_close(folder: str, rank: int, times: int) -> None:
+    for ordinal in range(times):
+        scope = Scope(run="r", attempt=0, pid=os.getpid(), peers=(0, 1), rank=rank, ordinal=ordinal)
+        channel = Channel.create(scope, world=2, folder=Path(folder))
+        assert Path(folder, channel.name).exists(), "a sweep took a live owner's segment"
+        channel.close(unlink=True, folder=Path(folder))
+
+
+def test_sweeps_of_others_never_take_a_segment_that_is_being_made(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    makers = [context.Process(target=_create_and_close, args=(str(tmp_path), rank, 300)) for rank in range(2)]
+    for maker in makers:
+        maker.start()
+    while any(maker.is_alive() for maker in makers):
+        sweep(tmp_path)
+    assert [maker.exitcode for maker in makers] == [0, 0]

@@ -1,5 +1,5 @@
 # make setup   the virtual environment with pinned versions (PYTHON=python3.12 picks the interpreter)
-# make demo    a small job with an injected fault, on this machine's CPU
+# make demo    injected faults found, and a corrupted job brought back; on GPUs if there are any
 # make test    everything but the campaigns     make campaign   the campaigns
 # make lint    ruff and mypy                    make bench      healthy-path cost
 PYTHON ?= python3

@@ -134,17 +134,17 @@ class FrameworkAdapter(ABC):
         """A context in which all parameters of `module` are whole. They always are by default."""
         return nullcontext()
 
+    @abstractmethod
     def training_state(self) -> Any:
         """Everything a restart needs but the step: model, optimizer, scheduler, input position, RNG.
 
         Dicts, lists, tuples, tensors, arrays, numbers and strings only. Tensors may be live: they are copied before
         the next optimizer step writes; what forward passes change (buffers) must be copied here.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot give its training state; GEMINI needs it")
 
+    @abstractmethod
     def load_training_state(self, state: Any) -> None:
         """Put back what `training_state` gave, bit for bit. Called before the first step."""
-        raise NotImplementedError(f"{type(self).__name__} cannot load training state; GEMINI needs it")
 
     def durable_callbacks(self) -> DurableCallbacks | None:
         """The framework's own durable checkpoints, used when the caller gives none; None: there are none."""

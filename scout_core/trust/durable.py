@@ -69,15 +69,15 @@ class DurableCallbacks(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DurableCheckpointConfig:
-    """Connects trust to framework-owned checkpoints.
+    """Connects trust to framework-owned checkpoints. `callbacks` None: those of the framework's adapter.
 
     `interval` counts optimizer steps; a durable checkpoint is written at the first accepted check at or after each
     multiple. `manifest_folder` must be as durable as `folder`; None: the run's own. `visibility_s` bounds how long the
     manifest writer waits for other hosts' files to appear.
     """
 
-    callbacks: DurableCallbacks
     folder: Path
+    callbacks: DurableCallbacks | None = None
     interval: int = 1
     manifest_folder: Path | None = None
     visibility_s: float = 30.0

@@ -39,6 +39,7 @@ class DurableTier:
     """The durable checkpoints of this run. Rank 0 is the manifest writer."""
 
     def __init__(self, config: DurableCheckpointConfig, manifests: Path, channel: JobChannel, lineage: Lineage) -> None:
+        assert config.callbacks is not None, "Trust fills in the adapter's"
         self.store = ManifestStore(config.manifest_folder or manifests)
         self._config = config
         self._channel = channel

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ConfigError, ScoutConfig
 from scout_core.replay.guard import attempt
 from scout_core.replay.result import ReplayResult
+from scout_core.trust.available import durable_available, gather_holdings
 from scout_core.trust.certify import JobVerdict, Vote, agree, outcome_of
 from scout_core.trust.channel import JobChannel
 from scout_core.trust.decision import Emergency, FailureKind, RecoveryDecision
 from scout_core.trust.durable import DurableCheckpointConfig
 from scout_core.trust.files import bytes_digest
 from scout_core.trust.gemini import Gemini
-from scout_core.trust.holdings import Holding, LocalHoldings, complete_steps
+from scout_core.trust.holdings import LocalHoldings, complete_steps
 from scout_core.trust.memory import HostMemory
 from scout_core.trust.resume import Resumer
 from scout_core.trust.run_record import RESTART_EXIT_CODE, STOP_EXIT_CODE, RunFolder, RunRecord
@@ -77,7 +79,7 @@ class Trust:
             world_size=self._channel.size,
         )
         self._gemini = self._make_gemini() if config.trust.gemini else None
-        self._durable = self._make_durable(durable, config) if durable is not None else None
+        self._durable = self._make_durable(durable, config, adapter) if durable is not None else None
         self._signals: FlushOnSignal | None = None
         if self._gemini is not None:
             self._signals = FlushOnSignal(self._gemini.flush, config.trust.grace_s)
@@ -270,7 +272,7 @@ class Trust:
         decision = select_recovery(failure, self._available(reachable))
         if reachable:  # one word for all: manifests may show late on some host
             told = self._channel.gather_json(decision.model_dump(mode="json") if self._writer else None)[0]
-            decision = RecoveryDecision.model_validate_json(_json(told))
+            decision = RecoveryDecision.model_validate_json(json.dumps(told, allow_nan=False))
         self.last_decision = decision
         return decision
 
@@ -345,7 +347,7 @@ class Trust:
                 raise ConfigError(
                     f"trust settings must be the same on all ranks, but rank {rank} has others than rank 0"
                 )
-        topology = bytes_digest(_json([one["place"] for one in told]).encode())
+        topology = bytes_digest(json.dumps([one["place"] for one in told], allow_nan=False).encode())
         return [one["host"] for one in told], topology
 
     def _begin(self) -> tuple[RunRecord, bool, str | None]:
@@ -354,7 +356,11 @@ class Trust:
             record, known, problem = self._folder.begin()
             told = {"record": record.model_dump(mode="json"), "known": known, "problem": problem}
         told = self._channel.gather_json(told)[0]
-        return RunRecord.model_validate_json(_json(told["record"])), told["known"], told["problem"]
+        return (
+            RunRecord.model_validate_json(json.dumps(told["record"], allow_nan=False)),
+            told["known"],
+            told["problem"],
+        )
 
     def _make_gemini(self) -> Gemini:
         replicate = self._config.replicate and self._channel.size > 1
@@ -368,42 +374,20 @@ class Trust:
             flush_interval=self._config.flush_interval,
         )
 
-    def _make_durable(self, durable: DurableCheckpointConfig, config: ScoutConfig) -> DurableTier:
+    def _make_durable(
+        self, durable: DurableCheckpointConfig, config: ScoutConfig, adapter: FrameworkAdapter
+    ) -> DurableTier:
         assert config.run_dir is not None
+        callbacks = durable.callbacks or adapter.durable_callbacks()
+        if callbacks is None:
+            raise ConfigError(
+                f"durable checkpoints need callbacks, and {type(adapter).__name__} has none of its own; "
+                "give DurableCheckpointConfig(callbacks=TorchSaveCallbacks(), ...)"
+            )
         lineage = Lineage(
             run_id=self._record.run_id,
             attempt=self._record.attempt,
             topology_digest=self._topology,
             environment={"torch": torch.__version__, "python": platform.python_version()},
         )
-        return DurableTier(durable, config.run_dir / "manifests", self._channel, lineage)
-
-
-def durable_available(durable: DurableTier | None) -> list[Available]:
-    """The durable checkpoints as selection wants them. Reads the manifests; local."""
-    if durable is None:
-        return []
-    return [
-        Available(
-            source="durable",
-            step=manifest.step,
-            state=TrustState(manifest.state),
-            run_id=manifest.run_id,
-            topology_digest=manifest.topology_digest,
-            checkpoint_id=manifest.checkpoint_id,
-            load_failures=manifest.failures,
-        )
-        for manifest in durable.store.all()[0]
-    ]
-
-
-def gather_holdings(channel: JobChannel, local: LocalHoldings) -> list[Holding]:
-    """What every rank holds. Every rank calls; one gather of JSON."""
-    told = channel.gather_json([{**asdict(h), "state": h.state.value} for h in local.list()])
-    return [Holding(**{**one, "state": TrustState(one["state"])}) for rank in told for one in rank]
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, allow_nan=False)
+        return DurableTier(replace(durable, callbacks=callbacks), config.run_dir / "manifests", self._channel, lineage)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from scout_core.oob.records import RankView
+from scout_core.report.fault_report import SCOUTFaultReport
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """Report, every rank's view (with its collective rings), and stacks by rank."""
+def write_bundle(
+    run_dir: Path | None, report: SCOUTFaultReport, views: Mapping[int, RankView], stacks: Mapping[int, str]
+) -> str:
+    """Write report, every rank's view (with its collective rings) and stacks by rank; the folder made for them.
 
-    report: Mapping[str, Any]
-    views: Mapping[int, Mapping[str, Any]]
-    stacks: Mapping[int, str]
-
-    def write(self, folder: Path) -> Path:
-        """Write the bundle into `folder`, made for it; returns the folder. Raises `OSError`."""
+    Empty when there is no run directory, or it cannot be written: a report goes out all the same.
+    """
+    if run_dir is None:
+        return ""
+    folder = run_dir / "bundles" / report.incident_id
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(self.report, indent=1, default=str))
-        (folder / "ranks.json").write_text(json.dumps({str(r): v for r, v in sorted(self.views.items())}, indent=1))
-        for rank, text in sorted(self.stacks.items()):
+        (folder / "report.json").write_text(json.dumps(report.model_dump(mode="json"), indent=1, default=str))
+        ranks = {str(rank): view.to_json() for rank, view in sorted(views.items())}
+        (folder / "ranks.json").write_text(json.dumps(ranks, indent=1))
+        for rank, text in sorted(stacks.items()):
             (folder / f"stacks-rank{rank}.txt").write_text(text + "\n")
-        return folder
+        return str(folder)
+    return ""

@@ -39,6 +39,7 @@ class Mesh:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.down = False
+        self._store = store  # kept alive: others may still be joining
         store.set_timeout(timedelta(seconds=timeout_s))
         dist.init_process_group(
             "gloo", store=store, rank=self._ranks.index(rank), world_size=len(ranks), timeout=_FOREVER

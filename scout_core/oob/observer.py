@@ -113,9 +113,7 @@ def _join(seat: Seat, link: Link, wake: Any) -> Mesh:
     else:
         told = link.wait(timeout)
         store = connect(told["address"], told["port"], timeout)
-    mesh = Mesh(seat.peers, seat.rank, store, timeout, wake)
-    mesh.store = store  # type: ignore[attr-defined]  # kept: others may still be joining
-    return mesh
+    return Mesh(seat.peers, seat.rank, store, timeout, wake)
 
 
 def _end_with(parent: int) -> None:

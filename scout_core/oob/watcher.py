@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import time
@@ -12,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from scout_core.oob.channel import Channel
-from scout_core.oob.evidence import Bundle
+from scout_core.oob.evidence import write_bundle
 from scout_core.oob.findings import Finding
 from scout_core.oob.layout import HEADER, Activity, Farewell
 from scout_core.oob.mesh import Mesh
+from scout_core.oob.messages import SENT_CALLS, report_message, view_message, write_status
 from scout_core.oob.process import ProcessWatch, ask_for_stacks, exit_code_of, look_at_workers, read_state
 from scout_core.oob.reader import (
     Progress,
@@ -30,7 +30,6 @@ from scout_core.oob.seat import Seat
 from scout_core.oob.thresholds import look_every_s, threshold_s
 from scout_core.oob.verdict import judge
 from scout_core.report.event_log import EventLog
-from scout_core.report.fault_report import SCOUTFaultReport
 from scout_core.report.oob_reports import oob_report
 
 _ANSWER_S = 1.0
@@ -39,7 +38,6 @@ _GRACE_S = 0.9
 _TURN_S = 0.3
 _STACKS_S = 0.5
 _HOOK_S = 0.7
-_SENT_CALLS = 32
 
 
 class Watcher:
@@ -72,6 +70,7 @@ class Watcher:
         self._open: dict[str, Any] | None = None
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._reported = ""
+        self._bytes_watching: int | None = None  # known at the end: sent while watching, farewells left out
         self._log = EventLog(seat.run_dir) if seat.run_dir is not None else None
         self._status("watching")
 
@@ -82,10 +81,11 @@ class Watcher:
             self._pump(time.monotonic() + every, lambda: self._due())
             if not self.parent_gone and not self._bye:
                 self._look()
+        self._bytes_watching = self._mesh.bytes_sent if self._mesh is not None else 0
         if self.parent_gone:
             self._after_death()
         elif self._mesh is not None:
-            self._tell_all({"type": "gone", "view": self._trim(replace(self._view(), status="closed"))})
+            self._tell_all({"type": "gone", "view": view_message(replace(self._view(), status="closed"))})
             self._pump(time.monotonic() + 0.2, lambda: self.parent_gone)
         self._status("ended")
 
@@ -134,7 +134,7 @@ class Watcher:
             self._progress = self._refresh(read_progress(self._channel.memory))
         p = self._progress
         farewell, text = read_farewell(self._channel.memory)
-        slots = read_groups(self._channel.memory, newest=_SENT_CALLS)
+        slots = read_groups(self._channel.memory, newest=SENT_CALLS)
         quiet, limit = self._quiet_s(), self._limit()
         process = self._process.view() if not self.parent_gone else self._ended
         exception = self._ask_exception() if quiet >= limit * 0.9 and process.state not in ("T", "Z", "gone") else ""
@@ -195,14 +195,11 @@ class Watcher:
                     self._poll.unregister(self._parent)
                     return
                 if descriptor == self._wake:
-                    self._drain()
+                    os.read(self._wake, 4096)
                 if descriptor == self._link.descriptor:
                     self._hear()
             for message in self._mesh.take() if self._mesh is not None else ():
                 self._answer(message)
-
-    def _drain(self) -> None:
-        os.read(self._wake, 4096)
 
     def _hear(self) -> None:
         for line in self._link.hear():
@@ -219,7 +216,7 @@ class Watcher:
     def _answer(self, message: dict[str, Any]) -> None:
         sender, kind = message["from"], message["type"]
         if kind == "probe":
-            self._send(sender, {"type": "view", "round": message["round"], "view": self._trim(self._view())})
+            self._send(sender, {"type": "view", "round": message["round"], "view": view_message(self._view())})
         elif kind == "view" and message["round"] == self._round:
             self._answers[sender] = RankView.from_json(message["view"])
         elif kind == "gone":
@@ -248,15 +245,6 @@ class Watcher:
             if rank != self._seat.rank:
                 self._send(rank, message)
 
-    def _trim(self, view: RankView) -> dict[str, Any]:
-        """A view that fits into one message: fewer calls of fewer groups if need be."""
-        for calls in (_SENT_CALLS, 12, 4):
-            groups = tuple(replace(g, calls=g.calls[-calls:]) for g in view.groups)
-            record = replace(view, groups=groups).to_json()
-            if len(json.dumps(record)) < 200_000:
-                return record
-        return replace(view, groups=()).to_json()
-
     # -- judging --------------------------------------------------------------------------------------------------
 
     def _consult(self) -> None:
@@ -275,11 +263,9 @@ class Watcher:
                 expected.discard(rank)
         own = self._view()
         self._pump(time.monotonic() + timeout_s, lambda: expected <= set(self._answers) | set(self._gone))
-        return {**self._gone, **self._answers, **self._dead_words(), self._seat.rank: own}
-
-    def _dead_words(self) -> dict[int, RankView]:
-        """A rank's last word counts for more than an answer it gave before."""
-        return {rank: view for rank, view in self._gone.items() if view.status == "exited"}
+        # the last word of a rank that died counts for more than an answer it gave before
+        last_words = {rank: view for rank, view in self._gone.items() if view.status == "exited"}
+        return {**self._gone, **self._answers, **last_words, self._seat.rank: own}
 
     def _after_death(self) -> None:
         """The training process has ended: tell the others, hear theirs, judge, and end."""
@@ -287,11 +273,11 @@ class Watcher:
         self._pump_dead(started + 0.05)
         view = self._view()
         if view.farewell == "closed" and not view.process.exit_code:
-            self._tell_all({"type": "gone", "view": self._trim(replace(view, status="closed"))})
+            self._tell_all({"type": "gone", "view": view_message(replace(view, status="closed"))})
             self._pump_dead(time.monotonic() + 0.1)
             return
         self._gone[self._seat.rank] = view
-        self._tell_all({"type": "gone", "view": self._trim(view)})
+        self._tell_all({"type": "gone", "view": view_message(view)})
         self._pump_dead(started + 0.7)
         views = self._gather(0.25)
         views[self._seat.rank] = view
@@ -326,13 +312,13 @@ class Watcher:
         record = report.model_dump(mode="json")
         self._reported = report.incident_id
         self._collect_stacks(finding, views)
-        record["evidence"]["bundle"] = self._write_bundle(report, views)
+        record["evidence"]["bundle"] = write_bundle(self._seat.run_dir, report, views, self._stacks)
         self._note_report(record)
-        self._tell_all({"type": "report", "report": _short(record)})
+        self._tell_all({"type": "report", "report": report_message(record)})
         if self._log is not None:
             with suppress(OSError):
                 self._log.append(record)
-        self._deliver(_short(record), order)
+        self._deliver(report_message(record), order)
 
     def _collect_stacks(self, finding: Finding, views: dict[int, RankView]) -> None:
         """Python stacks of the first rank named and of one that is not, before anybody ends them."""
@@ -351,18 +337,6 @@ class Watcher:
         threads = "\n".join(self._process.threads()[:64])
         stacks = ask_for_stacks(self._seat.pid, number, self._seat.stacks, _STACKS_S * 0.6)
         return f"{stacks}\nthreads (state, wait channel):\n{threads}"
-
-    def _write_bundle(self, report: SCOUTFaultReport, views: dict[int, RankView]) -> str:
-        if self._seat.run_dir is None:
-            return ""
-        bundle = Bundle(
-            report=report.model_dump(mode="json"),
-            views={rank: view.to_json() for rank, view in views.items()},
-            stacks=dict(self._stacks),
-        )
-        with suppress(OSError):
-            return str(bundle.write(self._seat.run_dir / "bundles" / report.incident_id))
-        return ""
 
     def _note_report(self, record: dict[str, Any]) -> None:
         """An incident is open for this observer too, whoever reported it."""
@@ -408,15 +382,15 @@ class Watcher:
         """The status file of this rank, replaced as a whole."""
         path = self._seat.state_dir / f"observer-{self._seat.rank}.json"
         sent = (self._mesh.bytes_sent, self._mesh.bytes_received) if self._mesh is not None else (0, 0)
-        record = {"rank": self._seat.rank, "state": state, "message": message, "bytes_sent": sent[0],
-                  "bytes_received": sent[1], "attempt": self._seat.attempt}  # fmt: skip
-        with suppress(OSError):
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text(json.dumps(record))
-            scratch.replace(path)
-
-
-def _short(record: dict[str, Any]) -> dict[str, Any]:
-    """A report that fits into one message: long texts of the evidence cut."""
-    evidence = {k: v[-4000:] if isinstance(v, str) else v for k, v in record["evidence"].items()}
-    return {**record, "evidence": evidence}
+        write_status(
+            path,
+            {
+                "rank": self._seat.rank,
+                "state": state,
+                "message": message,
+                "bytes_sent": sent[0],
+                "bytes_received": sent[1],
+                "bytes_sent_watching": self._bytes_watching,
+                "attempt": self._seat.attempt,
+            },
+        )

@@ -263,6 +263,20 @@ class Scout:
     def _tell_problem(self, problem: Problem) -> None:
         self._desk.take_shared([checkpoint_report(problem)])
 
+    def _take_hardware(self, report: SCOUTFaultReport) -> None:
+        """A report on this rank's own hardware, a fatal one after its recovery decision. In the monitor's thread."""
+        if report.severity == "fatal":
+            excluded = report.recommended_action == "restart_excluding"
+            decision = self._trust.hardware_fault(
+                self.step_count if report.first_seen_step is None else report.first_seen_step,
+                report.ranks if excluded else (),
+                report.hosts if excluded else (),
+                taints=bool(report.evidence.get("blocks_certification")),
+            )
+            if decision is not None:
+                self._desk.take_decision(decision)
+        self._desk.take_own(report)
+
     def _publish(self, result: ReplayResult) -> None:
         hosts, devices = self._places
         reports = self._incidents.assign(reports_of(result, hosts=hosts, devices=devices), result)
@@ -292,7 +306,7 @@ class Scout:
     def _watch_hardware(self, config: HealthConfig) -> HealthWatch:
         ordinal = torch.cuda.current_device() if torch.cuda.is_available() else None
         watch = HealthWatch(
-            config, rank=self._peers.rank, ordinal=ordinal, deliver=self._desk.take_own, step=lambda: self.step_count
+            config, rank=self._peers.rank, ordinal=ordinal, deliver=self._take_hardware, step=lambda: self.step_count
         )
         return watch.start()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from scout_core.trust.certify import JobVerdict, Vote, agree, outcome_of
 from scout_core.trust.channel import JobChannel
 from scout_core.trust.decision import Emergency, FailureKind, RecoveryDecision
 from scout_core.trust.durable import DurableCheckpointConfig
-from scout_core.trust.files import bytes_digest
 from scout_core.trust.gemini import Gemini
 from scout_core.trust.holdings import LocalHoldings, complete_steps
+from scout_core.trust.meeting import begin, meet
 from scout_core.trust.memory import HostMemory
 from scout_core.trust.resume import Resumer
 from scout_core.trust.run_record import RESTART_EXIT_CODE, STOP_EXIT_CODE, RunFolder, RunRecord
@@ -54,6 +53,7 @@ class Trust:
     ) -> None:
         self.enabled = config.trust.gemini or durable is not None
         self.last_decision: RecoveryDecision | None = None
+        self._tainted = False
         self._adapter = adapter
         self._config = config.trust
         self._tell = tell
@@ -64,8 +64,8 @@ class Trust:
         self._channel = JobChannel(config.trust.agreement_timeout_s, "control")
         self._writer = self._channel.rank == 0
         self._folder = RunFolder(config.run_dir)
-        self._hosts, self._topology = self._meet(adapter)
-        self._record, known, problem = self._begin()
+        self._hosts, self._topology = meet(self._channel, adapter.layout().coordinates, self._config)
+        self._record, known, problem = begin(self._channel, self._folder)
         self._rules = TrustRules(dense=config.trust.certification == "dense", catalog=_CYCLE)
         self._catalog = frozenset(catalog)
         self._covered: frozenset[str] = frozenset()
@@ -149,6 +149,8 @@ class Trust:
 
     def _vote(self, step: int, result: ReplayResult | None) -> Vote:
         outcome = outcome_of(result)
+        if self._tainted and outcome.accepts:
+            outcome = Outcome.INCONCLUSIVE
         if result is not None and outcome.accepts:
             self._covered |= set(result.checked_recipe_ids)
         alike = result is not None and result.nonfinite and len(result.nonfinite_ranks) * 2 >= len(result.peer_ranks)
@@ -236,6 +238,19 @@ class Trust:
         if all_ranks_accessible and kind in ("hang", "uncertain"):
             emergency = self._emergency(step, replay)
         return self._select(kind, step, all_ranks_accessible, emergency)
+
+    def hardware_fault(
+        self, step: int, ranks: tuple[int, ...], hosts: tuple[str, ...], *, taints: bool
+    ) -> RecoveryDecision | None:
+        """The decision for a fatal fault of this rank's own hardware; None when trust is off. Local, in any thread.
+
+        No collective is used, so only durable manifests are considered; `ranks` and `hosts` are to be left out. `step`
+        is the last one before the first sign. With `taints` no later boundary of the job is certified.
+        """
+        if not self.enabled:
+            return None
+        self._tainted = self._tainted or taints
+        return self._select("inaccessible", step, False, None, exclude_ranks=ranks, exclude_hosts=hosts)
 
     def _emergency(self, step: int, replay: Callable[[], ReplayResult | None]) -> Emergency:
         result = attempt("replaying in an emergency", replay).value
@@ -337,30 +352,6 @@ class Trust:
             return []
         copies = (self._gemini.memory.latest, self._gemini.held)
         return [(self._record.attempt, copy) for copy in copies if copy is not None]
-
-    def _meet(self, adapter: FrameworkAdapter) -> tuple[list[str], str]:
-        own = {"host": socket.gethostname(), "place": asdict(adapter.layout().coordinates)}
-        own["trust"] = self._config.model_dump(mode="json", exclude={"gemini_dir"})
-        told = self._channel.gather_json(own)
-        for rank, one in enumerate(told):
-            if one["trust"] != told[0]["trust"]:
-                raise ConfigError(
-                    f"trust settings must be the same on all ranks, but rank {rank} has others than rank 0"
-                )
-        topology = bytes_digest(json.dumps([one["place"] for one in told], allow_nan=False).encode())
-        return [one["host"] for one in told], topology
-
-    def _begin(self) -> tuple[RunRecord, bool, str | None]:
-        told: Any = None
-        if self._writer:
-            record, known, problem = self._folder.begin()
-            told = {"record": record.model_dump(mode="json"), "known": known, "problem": problem}
-        told = self._channel.gather_json(told)[0]
-        return (
-            RunRecord.model_validate_json(json.dumps(told["record"], allow_nan=False)),
-            told["known"],
-            told["problem"],
-        )
 
     def _make_gemini(self) -> Gemini:
         replicate = self._config.replicate and self._channel.size > 1

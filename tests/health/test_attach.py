@@ -15,6 +15,7 @@ from torch import nn
 import scout_core
 from scout_core.health.fake_nvml import FakeNvml
 from scout_core.manager_api import HealthConfig, OrchestrationHooks, SCOUTFaultReport
+from scout_core.trust.durable import DurableCheckpointConfig, TorchSaveCallbacks
 
 
 def trained(steps: int = 3, **settings: Any) -> tuple[scout_core.Scout, nn.Module]:
@@ -55,6 +56,34 @@ def test_a_fault_during_training_is_logged_and_handed_to_the_manager_once(
     assert [record["kind"] for record in written] == ["hardware_fault"]
     assert list(scout.reports) == got
     assert nvml.opened == 0, "closing the handle lets go of NVML"
+
+
+def test_a_fatal_fault_brings_its_recovery_decision_before_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvml = FakeNvml({"devices": [{"remapped": [0, 0, 0, 1]}]})
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told, got = threading.Event(), []
+
+    def report_fault(report: SCOUTFaultReport) -> None:
+        got.append(report)
+        told.set()
+
+    scout, _ = trained(
+        run_dir=tmp_path,
+        health=HealthConfig(poll_interval_s=0.01),
+        durable=DurableCheckpointConfig(folder=tmp_path / "durable", callbacks=TorchSaveCallbacks()),
+        hooks=OrchestrationHooks(report_fault=report_fault, report_recovery=got.append),
+    )
+    with scout:
+        assert told.wait(30)
+        decision, report = got[:2]
+        assert report.kind.value == "hardware_fault" and report.recommended_action == "restart_excluding"
+        assert decision.mode == "RESTART_FROM_SCRATCH" and decision.exclude_ranks == (0,)
+        assert decision.failed_step <= 3 and scout.last_recovery_decision == decision
 
 
 @pytest.mark.parametrize("health", [None, HealthConfig()])

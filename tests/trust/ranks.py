@@ -92,7 +92,10 @@ def train(
     ) as scout:
         start = scout.step_count
         while scout.step_count < steps and scout.active:
-            if scout.step_count == at:
+            if scout.step_count == at and fault == "hardware":
+                if rank == 2:
+                    scout._trust.hardware_fault(at, (2,), ("a host",), taints=True)
+            elif scout.step_count == at:
                 misbehave(fault, rank, model)
             train_step(ddp, optimizer, sampler, scheduler)
             if scout._trust.enabled and scout._trust._gemini is not None:

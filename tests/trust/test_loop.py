@@ -54,6 +54,15 @@ def test_a_resume_from_a_durable_checkpoint_ends_in_the_same_bits(
     assert same(ended, healthy)
 
 
+def test_after_a_hardware_fault_that_taints_on_one_rank_nothing_is_certified(pool: RankPool, tmp_path: Path) -> None:
+    ended = pool.run(train_with, tmp_path, 7, "save", fault="hardware", at=3, gemini=False)
+    manifests, _ = ManifestStore(tmp_path / "manifests").all()
+    assert [(m.step, m.state) for m in manifests] == [(2, "RECOVERY_VERIFIED")]
+    decision = ended[2]["decision"]
+    assert (decision["mode"], decision["step"], decision["exclude_ranks"]) == ("RECOVERY_VERIFIED", 2, [2])
+    assert decision["exclude_hosts"] == ["a host"] and all(one["active"] for one in ended)
+
+
 def test_corruption_on_one_rank_rejects_on_every_rank_and_the_decision_comes_first(
     pool: RankPool, tmp_path: Path
 ) -> None:

@@ -12,13 +12,17 @@ from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 
 Key = tuple[FaultKind, tuple[int, ...], str | None]
 
+_QUIET_CHECKS = 2
+"""Checks in a row without a slow rank that end its incident: as many as begin one. A peer's hiccup hides it for one."""
+
 
 @dataclass(kw_only=True)
 class _Open:
-    """`surfaces` are those on which it was seen and that have not been clean since."""
+    """`surfaces` are those on which it was seen and that have not been clean since, `quiet` the checks without it."""
 
     incident_id: str
     first_seen_step: int | None
+    quiet: int = 0
     surfaces: set[str] = field(default_factory=set)
 
 
@@ -32,9 +36,11 @@ class IncidentBook:
         """`reports` with incident ids and first steps.
 
         A fault of a rank is one incident whichever of its surfaces this check happened to cover; it is over once every
-        surface on which it showed has been found clean. Incidents that `result` shows to be over are closed first.
+        surface on which it showed has been found clean, a slow rank's after two checks in a row in which it was not
+        slow. Incidents that `result` shows to be over are closed first.
         """
         for key, incident in list(self._open.items()):
+            incident.quiet += 1
             incident.surfaces -= {name for name in incident.surfaces if _clean(name, result)}
             if _is_over(key, incident, result):
                 del self._open[key]
@@ -44,6 +50,7 @@ class IncidentBook:
                 _key(report),
                 _Open(incident_id=_incident_id(report, result), first_seen_step=report.first_seen_step),
             )
+            incident.quiet = 0
             incident.surfaces |= {name for name in (report.surface, *report.evidence.get("also", ())) if name}
             update = {"incident_id": incident.incident_id, "first_seen_step": incident.first_seen_step}
             assigned.append(report.model_copy(update=update))
@@ -60,7 +67,7 @@ def _is_over(key: Key, incident: _Open, result: ReplayResult) -> bool:
     if kind is FaultKind.NUMERIC:
         return not result.nonfinite
     if kind is FaultKind.COMPUTE_STRAGGLER:
-        return not set(ranks) & set(result.straggler_ranks)
+        return incident.quiet >= _QUIET_CHECKS and not set(ranks) & set(result.straggler_ranks)
     return not incident.surfaces
 
 

@@ -1,5 +1,9 @@
 """One fault, one incident: the same id while it lasts, a new one when it returns."""
 
+from typing import Any
+
+import pytest
+
 from scout_core.report.check_reports import reports_of
 from scout_core.report.incidents import IncidentBook
 from tests.report.results import result_of
@@ -56,14 +60,22 @@ def test_faults_of_two_ranks_are_two_incidents() -> None:
     assert len(set(ids(reports))) == 2
 
 
-def test_numbers_and_slowness_close_and_reopen_too() -> None:
-    slow = {"straggler_bitmap": (True, False, False, False), "times_ms": {}}
-    for fields in ({"nonfinite": True}, slow):
-        book = IncidentBook()
-        first = tell(book, 10, {"hidden:0": CLEAN}, **fields)
-        assert ids(first) == ids(tell(book, 20, {"hidden:0": CLEAN}, **fields))
-        tell(book, 30, {"hidden:0": CLEAN})
-        assert ids(first) != ids(tell(book, 40, {"hidden:0": CLEAN}, **fields))
+@pytest.mark.parametrize(
+    ("fields", "quiet"),
+    [({"nonfinite": True}, 1), ({"straggler_bitmap": (True, False, False, False), "times_ms": {}}, 2)],
+    ids=["numbers", "slowness"],
+)
+def test_numbers_and_slowness_close_and_reopen_too(fields: dict[str, Any], quiet: int) -> None:
+    book = IncidentBook()
+    first = ids(tell(book, 10, {"hidden:0": CLEAN}, **fields))
+    step = 10
+    for pause in range(quiet):  # a pause too short to end it, however often
+        for _ in range(pause):
+            tell(book, step := step + 10, {"hidden:0": CLEAN})
+        assert ids(tell(book, step := step + 10, {"hidden:0": CLEAN}, **fields)) == first
+    for _ in range(quiet):
+        tell(book, step := step + 10, {"hidden:0": CLEAN})
+    assert ids(tell(book, step + 10, {"hidden:0": CLEAN}, **fields)) != first
 
 
 def test_peers_that_saw_the_same_give_the_same_ids() -> None:

@@ -1,5 +1,6 @@
 """One fault, one incident: the same id while it lasts, a new one when it returns."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -66,16 +67,21 @@ def test_faults_of_two_ranks_are_two_incidents() -> None:
     ids=["numbers", "slowness"],
 )
 def test_numbers_and_slowness_close_and_reopen_too(fields: dict[str, Any], quiet: int) -> None:
-    book = IncidentBook()
-    first = ids(tell(book, 10, {"hidden:0": CLEAN}, **fields))
-    step = 10
-    for pause in range(quiet):  # a pause too short to end it, however often
-        for _ in range(pause):
-            tell(book, step := step + 10, {"hidden:0": CLEAN})
-        assert ids(tell(book, step := step + 10, {"hidden:0": CLEAN}, **fields)) == first
-    for _ in range(quiet):
-        tell(book, step := step + 10, {"hidden:0": CLEAN})
-    assert ids(tell(book, step + 10, {"hidden:0": CLEAN}, **fields)) != first
+    book, steps = IncidentBook(), itertools.count(10, 10)
+
+    def seen() -> list[str]:
+        return ids(tell(book, next(steps), {"hidden:0": CLEAN}, **fields))
+
+    def clean(times: int) -> None:
+        for _ in range(times):
+            assert tell(book, next(steps), {"hidden:0": CLEAN}) == []
+
+    first = seen()
+    for pause in range(quiet):  # too short to end it
+        clean(pause)
+        assert seen() == first
+    clean(quiet)
+    assert seen() != first
 
 
 def test_peers_that_saw_the_same_give_the_same_ids() -> None:

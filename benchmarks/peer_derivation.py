@@ -31,9 +31,10 @@ def main() -> None:
         lockstep.setdefault(own_lockstep[0], own_lockstep)
     elapsed_s = time.perf_counter() - start
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
+    per_rank_us = elapsed_s / grid.world * 1e6
     print(
-        f"{grid.world} ranks: {elapsed_s:.2f} s, {elapsed_s / grid.world * 1e6:.1f} us a rank, "
-        f"{grown_mib:.0f} MiB more; {len(peers)} peer groups, {len(lockstep)} lockstep cohorts, {members / grid.world:.0f} members a rank"
+        f"{grid.world} ranks: {elapsed_s:.2f} s, {per_rank_us:.1f} us a rank, {grown_mib:.0f} MiB more; "
+        f"{len(peers)} peer groups, {len(lockstep)} lockstep cohorts, {members / grid.world:.0f} members a rank"
     )
 
 

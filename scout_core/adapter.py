@@ -59,7 +59,7 @@ class Surfaces:
 
     `hidden` maps *global* layer ids to modules, so that pipeline stages count alike. `root` is the module whose call
     is one forward pass; `plain_root` is it without wrappers, safe to call outside training. `notes` says, one
-    sentence each, what could not be found and what to set instead. `gathers`: a forward pass gathers sharded parameters.
+    sentence each, what could not be found and what to set instead. `gathers`: a forward pass gathers shards.
     """
 
     root: nn.Module

@@ -77,11 +77,13 @@ class SliceableOptimizer:
             index, start, visited = (index + 1) % len(sizes), 0, visited + 1
 
     def _part(self, group: int, parameter: torch.Tensor, start: int, stop: int, step: int) -> SlicePart:
+        own_shape = local_part(parameter).shape
+
         def cut(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
             part = local_part(value)
-            if not self.elementwise or value.shape != parameter.shape:
+            if not self.elementwise or part.shape != own_shape:
                 return part.clone()
             return part.reshape(-1)[start:stop].clone()
 

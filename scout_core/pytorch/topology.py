@@ -184,6 +184,6 @@ def _is_sharded_along(name: str, distributed: Iterable[Any]) -> bool:
 
 
 def fsdp_modules(root: nn.Module) -> list[nn.Module]:
-    """The modules that `fully_shard` was applied to, outermost first. Loads nothing: without the package there are none."""
+    """The modules that `fully_shard` was applied to, outermost first. Loads nothing."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [module for module in root.modules() if kind is not None and isinstance(module, kind)]

@@ -312,8 +312,8 @@ def recompute(
 
     Called by every peer at a boundary; runs whatever collectives the model's own forward runs. None for a module the
     forward did not call. The caller preserves random state; parameters are only read, buffers are copies. The graph
-    that arises is dropped, never run backward; with `gathers` there is none, since FSDP would wait for its backward, and
-    every floating-point input is taken for one that needs a gradient.
+    that arises is dropped, never run backward; with `gathers` there is none, since FSDP would wait for its backward,
+    and every floating-point input is taken for one that needs a gradient.
     """
     if source.call is None or source.autocast is None:
         return [None] * len(modules)

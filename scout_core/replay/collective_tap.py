@@ -56,6 +56,7 @@ _INPUTS: dict[str, int | None] = {
 }
 _ROOTED = ("broadcast", "scatter")
 _POINT_TO_POINT = ("c10d.send", "c10d.recv_", "c10d.recv_any_source_")
+_DESUGARED = ("DTensor", "AsyncCollectiveTensor")
 _WAIT = "_c10d_functional.wait_tensor"
 
 
@@ -81,8 +82,8 @@ class CollectiveTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every collective issued within the block, in order, also those of backward and of DTensors.
 
     `signed` has, per call, the signatures of what this rank contributes, taken before the call, which may write into
-    it; None where it contributes nothing. `before(index, operator)` is called before each collective; what it raises keeps
-    this rank from entering. A synchronous call is waited for at once, so that its time is its own.
+    it; None where it contributes nothing. `before(index, operator)` is called before each collective; what it raises
+    keeps this rank from entering. A synchronous call is waited for at once, so that its time is its own.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class CollectiveTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         namespace = getattr(func, "namespace", "")
-        if types:
-            # a tensor subclass first turns into what it does locally, whose collectives then come by here
+        if any(kind.__name__ in _DESUGARED for kind in types):
+            # these first turn into what they do locally, whose collectives then come by here
             return NotImplemented
         if namespace not in ("c10d", "_c10d_functional"):
             return func(*args, **kwargs)

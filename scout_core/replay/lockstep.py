@@ -42,7 +42,7 @@ class Lockstep:
         self._known: OrderedDict[Key, list[TappedCall]] = OrderedDict()
 
     def all_can(self, can: bool) -> bool:
-        """Whether this rank and everyone it communicates with can. All of them call, if they work in lockstep at all."""
+        """Whether this rank and everyone it communicates with can. All of them call."""
         return can if self.alone else self._say(_DONE if can else _FAILED)
 
     def run(

@@ -99,7 +99,7 @@ class Recorder:
         self._slice, self._slice_failed = outcome.value, outcome.failure is not None
 
     def recomputes(self, plan: Plan) -> bool:
-        """Whether the invocations of `plan` come from a forward pass of their own: manual plans, and compiled models."""
+        """Whether the invocations of `plan` come from a forward pass of their own, as for a compiled model."""
         return plan.manual or self._surfaces.compiled
 
     @property

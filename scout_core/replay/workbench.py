@@ -306,7 +306,9 @@ class Workbench:
             if isinstance(place, Signed)
         }
         complete = {
-            surface: names.get(surface) or [f"{recipe.recipe_id}.{surface}[{i}]" for i in range(len(tensors[surface]))]
+            surface: names[surface]
+            if surface in names
+            else [f"{recipe.recipe_id}.{surface}[{i}]" for i in range(len(tensors[surface]))]
             for surface in dict.fromkeys((*tensors, *names))
         }
         return Material(tensors=tensors, names=complete, signed=places)

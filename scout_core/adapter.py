@@ -59,7 +59,7 @@ class Surfaces:
 
     `hidden` maps *global* layer ids to modules, so that pipeline stages count alike. `root` is the module whose call
     is one forward pass; `plain_root` is it without wrappers, safe to call outside training. `notes` says, one
-    sentence each, what could not be found and what to set instead. `gathers`: a forward pass gathers shards.
+    sentence each, what could not be found and what to set instead.
     """
 
     root: nn.Module
@@ -68,7 +68,6 @@ class Surfaces:
     hidden: Mapping[int, tuple[str, nn.Module]] = field(default_factory=dict)
     output: tuple[str, nn.Module] | None = None
     compiled: bool = False
-    gathers: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -149,6 +148,10 @@ class FrameworkAdapter(ABC):
         They always are by default. Entering it may communicate, in the sequence that all ranks of the group have.
         """
         return nullcontext()
+
+    def forward_only(self) -> AbstractContextManager[None]:
+        """The context of a forward pass of the whole model that no backward follows. Gradients are on by default."""
+        return torch.enable_grad()
 
     @abstractmethod
     def training_state(self) -> Any:

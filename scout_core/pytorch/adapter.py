@@ -83,7 +83,7 @@ class PyTorchAdapter(FrameworkAdapter):
         found = find_surfaces(self._model, names)
         if isinstance(self._topology, Topology) and self._topology.grid.size("pp") > 1:
             found = self._count_over_stages(found, self._topology.group("pp"))
-        return replace(found, gathers=self._gathered.any)
+        return found
 
     def _count_over_stages(self, found: Surfaces, stages: dist.ProcessGroup) -> Surfaces:
         """Layer numbers that go on from stage to stage, where each stage counts from 0. One gather over the stages."""
@@ -97,6 +97,9 @@ class PyTorchAdapter(FrameworkAdapter):
 
     def is_shared(self, name: str) -> bool:
         return name in self._shared or name.rpartition(".")[0] in self._shared
+
+    def forward_only(self) -> AbstractContextManager[None]:
+        return self._gathered.forward_only() if self._gathered.any else super().forward_only()
 
     def materialize(self, module: nn.Module) -> AbstractContextManager[None]:
         return self._gathered.whole(module) if self._gathered.any else nullcontext()

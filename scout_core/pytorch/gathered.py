@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from scout_core.pytorch.topology import fsdp_modules
@@ -19,7 +20,7 @@ class GatheredModules:
     """Knows which of a model's sharded modules own the parameters of which part. Free where nothing is sharded."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._sharded = fsdp_modules(root)
+        self._sharded: list[Any] = list(fsdp_modules(root))
         self._owner: dict[int, Any] = {}
         for module in self._sharded:  # outermost first, so that the innermost owner stays
             self._owner |= {id(part): module for part in module.modules()}
@@ -45,6 +46,16 @@ class GatheredModules:
                 yield
         finally:
             for owner in owners.values():
+                owner.reshard()
+
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """For a forward pass without backward: FSDP would wait for one that gradients announce. Shards all of it again."""
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for owner in self._sharded:
                 owner.reshard()
 
     def _owning(self, part: nn.Module) -> Any:

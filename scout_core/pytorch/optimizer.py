@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from scout_core.adapter import OptimizerSlice, SlicePart
 from scout_core.consensus.structure import structure_signature
-from scout_core.replay.local_tensors import is_distributed, local_part
+from scout_core.replay.local_tensors import is_distributed, local_part, part_like
 
 _ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -48,6 +48,8 @@ class SliceableOptimizer:
             return "sparse gradients have no slice that could be replayed"
         if not self.elementwise and any(is_distributed(p) for _, p in with_gradient):
             return f"{type(self._optimizer).__name__} updates whole parameters, and these are distributed over ranks"
+        if any(p.grad is not None and part_like(p.grad, p) is None for _, p in with_gradient):
+            return "gradients of distributed parameters are not summed yet when the optimizer steps"
         runs = list(self._runs([local_part(p).numel() for _, p in with_gradient], cursor, budget))
         parts = tuple(self._part(*with_gradient[index], start, stop, step) for index, start, stop in runs)
         hyperparameters = [
@@ -82,7 +84,8 @@ class SliceableOptimizer:
         def cut(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            part = local_part(value)
+            part = part_like(value, parameter)
+            assert part is not None, "capture() refuses gradients that are not summed yet"
             if not self.elementwise or part.shape != own_shape:
                 return part.clone()
             return part.reshape(-1)[start:stop].clone()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -306,14 +307,14 @@ def recompute(
     *,
     step: int,
     keep: bool,
-    gathers: bool = False,
+    forward_only: AbstractContextManager[None],
 ) -> list[Invocation | None]:
     """Run the model forward once, isolated and eager, and record the call of each of `modules`.
 
     Called by every peer at a boundary; runs whatever collectives the model's own forward runs. None for a module the
     forward did not call. The caller preserves random state; parameters are only read, buffers are copies. The graph
-    that arises is dropped, never run backward; with `gathers` there is none, since FSDP would wait for its backward,
-    and every floating-point input is taken for one that needs a gradient.
+    that arises is dropped, never run backward. `forward_only` is the adapter's context for such a pass; when it
+    switches gradients off, every floating-point input is taken for one that needs one.
     """
     if source.call is None or source.autocast is None:
         return [None] * len(modules)
@@ -325,7 +326,7 @@ def recompute(
             for module, known in zip(modules, running, strict=True)
         ]
         try:
-            with torch.set_grad_enabled(not gathers), source.autocast.enter(), uncompiled(plain_root):
+            with forward_only, source.autocast.enter(), uncompiled(plain_root):
                 torch.func.functional_call(plain_root, buffers, args, kwargs)
         finally:
             for capture in captures:

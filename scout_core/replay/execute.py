@@ -156,7 +156,7 @@ def execute(
     return Execution(
         outputs=list(outputs),
         input_gradients=[
-            leaf.grad for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad
+            _dense(leaf.grad) for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad
         ],
         parameter_gradients=[_dense(p.grad) for p in parameters.values() if p.requires_grad],
         stopwatch=stopwatch,

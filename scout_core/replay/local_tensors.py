@@ -60,6 +60,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+    """The part of `tensor` that belongs to the part of `like` on this rank, as a gradient belongs to its parameter.
+
+    None when it cannot be had without communication: when ranks hold summands of it.
+    """
+    if not is_distributed(tensor) or not is_distributed(like):
+        return local_part(tensor)
+    given: Any = tensor
+    wanted: Any = like
+    if given.placements == wanted.placements:
+        return local_part(tensor)
+    if any(a != b and not a.is_replicate() for a, b in zip(given.placements, wanted.placements, strict=True)):
+        return None
+    with torch.no_grad():
+        return local_part(given.redistribute(wanted.device_mesh, wanted.placements))
+
+
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. Loads nothing: without the module there is none."""
     kind = _dtensor_type()

@@ -163,7 +163,7 @@ class Recorder:
                 running,
                 step=plan.step,
                 keep=keep,
-                gathers=self._surfaces.gathers,
+                forward_only=self._adapter.forward_only(),
             )
         return {recipe.recipe_id: invocation for recipe, invocation in zip(recipes, found, strict=True)}
 

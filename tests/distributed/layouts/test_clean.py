@@ -83,7 +83,8 @@ def catalog(case: LayoutCase, rank: int) -> set[str]:
     stage, share = rank // (case.ranks // stages), LAYERS // stages
     ends = {"embedding"} if stage == 0 else set()
     ends |= {"output"} if stage == stages - 1 else set()
-    return ends | {"optimizer", *(f"hidden:{layer}" for layer in range(stage * share, (stage + 1) * share))}
+    ends |= {"optimizer"} if "dp_replicate" in dict(case.dims) else set()  # sharded parameters are updated once
+    return ends | {f"hidden:{layer}" for layer in range(stage * share, (stage + 1) * share)}
 
 
 def judge(pool: RankPool, name: str) -> None:

@@ -5,16 +5,15 @@ The calls come in this order; the table says who makes them and whether they may
 | # | call | made by | collectives |
 |---|------|---------|-------------|
 | 1 | `layout()` | every rank, once at attach | allowed on the job's own groups |
-| 2 | `surfaces()` | every rank, once at attach | none |
+| 2 | `surfaces()` | every rank, once at attach | allowed on the job's own groups |
 | 3 | `on_boundary()` | every rank, once at attach | none |
 | 4 | `capture_optimizer_slice()` | every rank, before the update of a step that checks | none |
-| 5 | `lockstep_ranks()` | every rank, at a check | none |
-| 6 | `materialize()` | every peer in lockstep, once readiness agreed | on the recipe's lockstep ranks |
-| 7 | `apply_optimizer_slice()` | every peer, once readiness agreed | none |
-| 8 | `training_state()` | every rank, at a boundary that was accepted | none |
-| 9 | `load_training_state()` | every rank, at attach, before training | none |
-| 10 | `durable_callbacks()` | every rank, once at attach | none |
-| 11 | `close()` | every rank, whatever was raised before | none |
+| 5 | `materialize()` | every peer in lockstep, once readiness agreed | on the recipe's lockstep ranks |
+| 6 | `apply_optimizer_slice()` | every peer, once readiness agreed | none |
+| 7 | `training_state()` | every rank, at a boundary that was accepted | none |
+| 8 | `load_training_state()` | every rank, at attach, before training | none |
+| 9 | `durable_callbacks()` | every rank, once at attach | none |
+| 10 | `close()` | every rank, whatever was raised before | none |
 """
 
 from __future__ import annotations
@@ -37,11 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """This rank's place, its peers (itself included, ascending global ranks), and the job's group over those peers."""
+    """This rank's place and the ranks it is checked with.
+
+    `peers` are ordered by their place along the replicated dimension, `data_group` is the job's own group over them.
+    `lockstep` are the ranks whose collectives a replay runs, ordered by place and this one included; together with the
+    peers they must form a table: the partners of my peers are the peers of my partners. `shard_peers`: peers hold
+    different shards, so replays are compared on gathered parameters, and owned state cannot be.
+    `notes` says what the layout does not allow.
+    """
 
     coordinates: Coordinates
     peers: tuple[int, ...]
     data_group: dist.ProcessGroup | None = None
+    lockstep: tuple[int, ...] = ()
+    shard_peers: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +135,23 @@ class FrameworkAdapter(ABC):
         `surface` is `parameter_state` or `optimizer_state`. Nothing is copied.
         """
 
-    def lockstep_ranks(self, recipe_id: str) -> tuple[int, ...]:
-        """Ranks whose own collectives the recipe will run, this one excluded. None by default."""
-        return ()
+    def is_shared(self, name: str) -> bool:
+        """Whether all lockstep partners hold the state of this name alike (a norm's weight under tensor parallelism).
+
+        `name` is one that `state_tensors` gives. The safe answer is no.
+        """
+        return False
 
     def materialize(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which all parameters of `module` are whole. They always are by default."""
+        """A context in which all parameters of `module` are whole and no wrapper's hooks stand on it.
+
+        They always are by default. Entering it may communicate, in the sequence that all ranks of the group have.
+        """
         return nullcontext()
+
+    def forward_only(self) -> AbstractContextManager[None]:
+        """The context of a forward pass of the whole model that no backward follows. Gradients are on by default."""
+        return torch.enable_grad()
 
     @abstractmethod
     def training_state(self) -> Any:

@@ -14,9 +14,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from scout_core.adapter import FrameworkAdapter
+from scout_core.adapter import FrameworkAdapter, Layout, Surfaces
 from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
 from scout_core.consensus.readiness import name_ranks
 from scout_core.health.config import HealthConfig
@@ -55,12 +56,16 @@ def attach(
     hooks: OrchestrationHooks | None = None,
     stateful: Mapping[str, Any] | None = None,
     durable: DurableCheckpointConfig | None = None,
+    mesh: DeviceMesh | None = None,
     **overrides: Any,
 ) -> Scout:
     """Watch a training job.
 
-    Every rank calls it once, after the model is wrapped (DDP) and the optimizer exists. Collectives: creates one Gloo
-    group over this rank's peers and gathers their host names on it. `overrides` are fields of `ScoutConfig` or
+    Every rank calls it once, after the model is wrapped (DDP, FSDP2, DTensor) and the optimizer exists. Collectives:
+    creates one Gloo group over this rank's peers, one over the ranks it works in lockstep with if there are any, and
+    gathers host names. `mesh` is the job's whole DeviceMesh, with dimensions named `pp`, `dp_replicate`, `dp_shard`,
+    `cp`, `ep`, `tp`; needed where parameters do not show it, as under pipeline, context or expert parallelism.
+    `overrides` are fields of `ScoutConfig` or
     `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter` is for framework plugins.
     `stateful` names what else a restart must restore (scheduler, sampler, scaler), `durable` the job's own checkpoints.
     When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
@@ -70,7 +75,7 @@ def attach(
     """
     settings = ScoutConfig.build(config, **overrides)
     if adapter is None:
-        adapter = PyTorchAdapter(model, optimizer, settings.replay, stateful)
+        adapter = PyTorchAdapter(model, optimizer, settings.replay, stateful, mesh)
     return Scout(adapter, settings, hooks or OrchestrationHooks(), durable)
 
 
@@ -96,20 +101,34 @@ class Scout:
         self._incidents = IncidentBook()
         self._manual_checks = 0
         self._plan: Plan | None = None
-        surfaces = adapter.surfaces()
         layout = adapter.layout()
-        self._peers = build_peer_group(layout.peers, layout.data_group, config.replay.readiness_timeout_s)
+        surfaces = adapter.surfaces()
+        timeout_s = config.replay.readiness_timeout_s
+        self._peers = build_peer_group(layout.peers, layout.data_group, timeout_s)
+        partners = build_peer_group(layout.lockstep or (self._peers.rank,), None, timeout_s)
         self._places = _places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
-        self._available = _available(surfaces)
-        self._recorder = Recorder(adapter, surfaces, config.replay)
-        self._runner = CheckRunner(adapter, self._recorder, self._peers, config.replay)
+        self._available = _available(surfaces, layout)
+        # shards that are held once have no peer to be compared with
+        self._replay = (
+            config.replay.model_copy(update={"compare_parameters": False}) if layout.shard_peers else config.replay
+        )
+        self._recorder = Recorder(adapter, surfaces, self._replay)
+        self._runner = CheckRunner(
+            adapter,
+            self._recorder,
+            self._peers,
+            self._replay,
+            partners=partners,
+            table=partners.gather(torch.tensor(layout.peers)).tolist(),
+            shard_peers=layout.shard_peers,
+        )
         self._desk = ReportDesk(config.run_dir, hooks, first=self._peers.position == 0)
-        catalog = [r.recipe_id for r in plan_all(0, 0, config.replay, self._layers, self._available).recipes]
+        catalog = [r.recipe_id for r in plan_all(0, 0, self._replay, self._layers, self._available).recipes]
         self._trust = Trust(adapter, config, durable, [c for c in catalog if c != "state"], self._tell_problem)
         self.step_count = self._trust.resume()
         if self._peers.position == 0:
-            _announce(surfaces.notes, surfaces.compiled, self._peers)
+            _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._oob = OutOfBand(
             config,
@@ -140,7 +159,7 @@ class Scout:
         if not self.active:
             raise RuntimeError("SCOUT is closed or its checks have stopped on this rank; see the log for the reason")
         self._manual_checks += 1
-        plan = plan_all(self.step_count, self._manual_checks, self.config.replay, self._layers, self._available)
+        plan = plan_all(self.step_count, self._manual_checks, self._replay, self._layers, self._available)
         result = self._check(plan)
         self._arm_next()  # the check took the hooks off that the coming step may be due to have
         if result is None:
@@ -225,7 +244,7 @@ class Scout:
         if not self.active or self._peers.size < 2:
             return
         step = self.step_count + 1
-        self._plan = plan_step(step, self.config.replay, self._layers, self._available)
+        self._plan = plan_step(step, self._replay, self._layers, self._available)
         if self._plan is not None:
             plan = self._plan
             attempt("arming the next step", lambda: self._recorder.arm(plan, keep=self._runner.is_source(plan)))
@@ -311,8 +330,13 @@ class Scout:
         return watch.start()
 
 
-def _available(surfaces: Any) -> tuple[str, ...]:
-    present = {"embedding": surfaces.embedding, "hidden": surfaces.hidden, "output": surfaces.output, "optimizer": True}
+def _available(surfaces: Surfaces, layout: Layout) -> tuple[str, ...]:
+    present = {
+        "embedding": surfaces.embedding,
+        "hidden": surfaces.hidden,
+        "output": surfaces.output,
+        "optimizer": not layout.shard_peers,
+    }
     return tuple(name for name, found in present.items() if found)
 
 

@@ -119,6 +119,39 @@ def judge_readiness(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Read
     return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=tuple(columns[len(_HEADER) - 1]))
 
 
+JOIN_WORDS = 3
+"""Words in which a rank tells its lockstep partners what its peers and it are ready for."""
+
+
+def encode_ready(contract: RankContract, verdict: ReadinessVerdict) -> list[int]:
+    """What the partners must know: step, check, and a bit for each class that runs on all of this rank's peers."""
+    bits = sum(1 << i for i, name in enumerate(RECIPE_CLASSES) if name in verdict.runnable)
+    return [contract.step, contract.check_index, bits]
+
+
+def join_readiness(own: ReadinessVerdict, rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> ReadinessVerdict:
+    """What may run where replays communicate: what runs on the peers of every lockstep partner. Pure.
+
+    `rows[i]` is the `encode_ready` row of global rank `ranks[i]`, the order of the partners.
+    """
+    columns = list(zip(*rows, strict=True))
+    for field, column in zip(("step", "check_index"), columns[:2], strict=True):
+        if len(set(column)) > 1:
+            reason = _differs("check", field, column, ranks)
+            return ReadinessVerdict(runnable=(), reasons=(*own.reasons, reason), seeds=own.seeds)
+    reasons = list(own.reasons)
+    runnable = []
+    for name in own.runnable:
+        bit = 1 << RECIPE_CLASSES.index(name)
+        apart = tuple(rank for rank, bits in zip(ranks, columns[2], strict=True) if not bits & bit)
+        if not apart:
+            runnable.append(name)
+            continue
+        message = f"{name}: {name_ranks(apart)}, which would have to run it in lockstep, or a peer there, cannot"
+        reasons.append(Reason(recipe=name, field="partner", ranks=apart, message=message))
+    return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=own.seeds)
+
+
 _STATE_MESSAGES = {
     Readiness.NOT_DUE: "did not schedule it",
     Readiness.NO_CAPTURE: "captured no invocation",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scout_core.faults.bits import bit_width, flip_bit
+from scout_core.faults.bits import bit_width, flip_bit, own_copy
 from scout_core.faults.fault import Fault, Forward, ForwardFault, Schedule
 from scout_core.replay.trees import map_tensors, tensor_leaves
 
@@ -152,10 +152,10 @@ def _flip_backward(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor
 
 
 def _flipped(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor:
-    """A copy with one bit flipped; element and bit modulo what the tensor has."""
-    copy = tensor.detach().clone()
-    if copy.numel():
-        flip_bit(copy, element % copy.numel(), bit % bit_width(copy))
+    """A copy with one bit flipped on this rank; element and bit modulo what the tensor has here."""
+    copy, own = own_copy(tensor)
+    if own.numel():
+        flip_bit(own, element % own.numel(), bit % bit_width(own))
     return copy
 
 

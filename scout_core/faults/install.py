@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scout_core.config import ConfigError
-from scout_core.faults.bits import bit_width
+from scout_core.faults.bits import bit_width, own_part
 from scout_core.faults.compute import (
     corrupt_input_gradient,
     corrupt_output,
@@ -91,7 +91,7 @@ def _resolve(spec: FaultSpec, model: nn.Module, optimizer: Optimizer) -> Callabl
         "corrupt_parameter_gradient",
     ):
         parameter = _find(model, spec.parameter, model.get_parameter, [n for n, _ in model.named_parameters()])
-        _check_place(spec, parameter.numel(), bit_width(parameter))
+        _check_place(spec, own_part(parameter).numel(), bit_width(parameter))
         if kind == "corrupt_weight":
             return lambda: corrupt_weight(parameter, element, bit)
         if kind == "corrupt_optimizer_state":

@@ -6,12 +6,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from scout_core.faults.bits import bit_width, flip_bit, flip_column
+from scout_core.faults.bits import bit_width, flip_bit, flip_column, own_part
 from scout_core.faults.fault import Fault
 
 
 def corrupt_weight(parameter: torch.Tensor, element: int, bit: int) -> Fault:
-    """Flip one bit of a live parameter or buffer, now. Raises `IndexError` when there is no such element or bit."""
+    """Flip one bit of a live parameter or buffer, of a DTensor the part on this rank, now.
+
+    Raises `IndexError` when there is no such element or bit.
+    """
     flip_bit(parameter, element, bit)
     return _Done()
 
@@ -19,9 +22,9 @@ def corrupt_weight(parameter: torch.Tensor, element: int, bit: int) -> Fault:
 def corrupt_rows(embedding: nn.Embedding, row: int, bit: int) -> Fault:
     """Flip the same bit of every element in one row of an embedding table, now.
 
-    Raises `IndexError` when there is no such row or bit.
+    Rows of a DTensor are counted on this rank. Raises `IndexError` when there is no such row or bit.
     """
-    weight = embedding.weight.data
+    weight = own_part(embedding.weight).data
     if not 0 <= row < weight.shape[0]:
         raise IndexError(f"row {row} is outside a table of {weight.shape[0]} rows")
     if not 0 <= bit < bit_width(weight):

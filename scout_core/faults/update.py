@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from scout_core.faults.bits import bit_width, flip_bit
+from scout_core.faults.bits import bit_width, flip_bit, own_part
 from scout_core.faults.fault import Fault, Schedule
 
 
@@ -61,8 +61,9 @@ class _UpdateFault(Fault):
 
 
 def _flip_first(optimizer: Optimizer, element: int, bit: int) -> None:
-    """Flip in the first parameter that has a gradient, the first one an update writes."""
+    """Flip in the first parameter that has a gradient and elements here: the first one the update writes."""
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    first = next((p for p in parameters if p.grad is not None and p.numel()), None)
+    owned = (own_part(p) for p in parameters if p.grad is not None)
+    first = next((part for part in owned if part.numel()), None)
     if first is not None:
         flip_bit(first, element % first.numel(), bit % bit_width(first))

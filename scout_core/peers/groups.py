@@ -1,4 +1,4 @@
-"""The process groups a set of peers talks through."""
+"""The process groups that ranks which are checked together talk through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class PeerGroup:
-    """A rank's peers and their two channels.
+    """Ranks that are checked together and their two channels. Peers are one such group, lockstep partners another.
 
     `control` is a Gloo group of SCOUT's own: readiness and evidence travel on it, so that a rank which is out of
     step can never pair its training collectives with a check. `data` carries invocations; it is the job's own
@@ -21,7 +21,7 @@ class PeerGroup:
     ranks: tuple[int, ...]
     rank: int
     control: dist.ProcessGroup | None
-    data: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -48,13 +48,13 @@ class PeerGroup:
 
 
 def build_peer_group(ranks: tuple[int, ...], data: dist.ProcessGroup | None, timeout_s: float) -> PeerGroup:
-    """The peer group of this rank. Called by every rank in `ranks`, and only by those; creates one Gloo group.
+    """The group of this rank with `ranks`. Called by every rank in `ranks`, and only by those; creates one Gloo group.
 
     `data` is the job's existing group over the same ranks, or None when there is none.
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if len(ranks) < 2:
-        return PeerGroup(ranks=ranks, rank=rank, control=None, data=None)
+        return PeerGroup(ranks=ranks, rank=rank, control=None)
     control = dist.new_group(
         ranks=list(ranks),
         backend="gloo",

@@ -49,7 +49,9 @@ def find_surfaces(model: nn.Module, names: ModuleNames) -> Surfaces:
         notes.append("no repeated layers found; set hidden_modules to the dotted name of their container")
     else:
         prefix = f"{container[0]}." if container[0] else ""
-        hidden = {i: (f"{prefix}{key}", child) for i, (key, child) in enumerate(container[1].named_children())}
+        children = list(container[1].named_children())
+        numbered = all(key.isdecimal() for key, _ in children)  # a pipeline stage keeps the numbers its layers had
+        hidden = {int(key) if numbered else i: (f"{prefix}{key}", child) for i, (key, child) in enumerate(children)}
     inside = {id(part) for _, layer in hidden.values() for part in layer.modules()}
     embedding = _named(plain, names.embedding, "embedding_module") or _largest_embedding(plain, inside)
     if embedding is None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from scout_core.adapter import OptimizerSlice, SlicePart
 from scout_core.consensus.structure import structure_signature
+from scout_core.replay.local_tensors import is_distributed, local_part, part_like
 
 _ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
@@ -45,7 +46,11 @@ class SliceableOptimizer:
             return "no parameter has a gradient"
         if any(p.grad is not None and p.grad.is_sparse for _, p in with_gradient):
             return "sparse gradients have no slice that could be replayed"
-        runs = list(self._runs([p.numel() for _, p in with_gradient], cursor, budget))
+        if not self.elementwise and any(is_distributed(p) for _, p in with_gradient):
+            return f"{type(self._optimizer).__name__} updates whole parameters, and these are distributed over ranks"
+        if any(p.grad is not None and part_like(p.grad, p) is None for _, p in with_gradient):
+            return "gradients of distributed parameters are not summed yet when the optimizer steps"
+        runs = list(self._runs([local_part(p).numel() for _, p in with_gradient], cursor, budget))
         parts = tuple(self._part(*with_gradient[index], start, stop, step) for index, start, stop in runs)
         hyperparameters = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -74,12 +79,16 @@ class SliceableOptimizer:
             index, start, visited = (index + 1) % len(sizes), 0, visited + 1
 
     def _part(self, group: int, parameter: torch.Tensor, start: int, stop: int, step: int) -> SlicePart:
+        own_shape = local_part(parameter).shape
+
         def cut(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            if not self.elementwise or value.shape != parameter.shape:
-                return value.detach().clone()
-            return value.detach().reshape(-1)[start:stop].clone()
+            part = part_like(value, parameter)
+            assert part is not None, "capture() refuses gradients that are not summed yet"
+            if not self.elementwise or part.shape != own_shape:
+                return part.clone()
+            return part.reshape(-1)[start:stop].clone()
 
         gradient = parameter.grad if parameter.grad is not None else _drawn_gradient(parameter, step)
         state = self._optimizer.state.get(parameter, {})
@@ -138,7 +147,7 @@ class SliceableOptimizer:
             for parameter in group["params"]:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
-                        yield "optimizer_state", f"{self.name(parameter)}.{key}", value
+                        yield "optimizer_state", f"{self.name(parameter)}.{key}", local_part(value)
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -165,5 +174,6 @@ def _drawn_gradient(parameter: torch.Tensor, step: int) -> torch.Tensor:
     """Noise of a plausible size, equal on every rank that draws it for the same step and parameter size."""
     generator = torch.Generator(device=parameter.device)
     generator.manual_seed(structure_signature((step, parameter.numel())) % (1 << 63))
-    noise = torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32)
+    shape = local_part(parameter).shape
+    noise = torch.randn(shape, generator=generator, device=parameter.device, dtype=torch.float32)
     return (noise * 1e-3).to(parameter.dtype)

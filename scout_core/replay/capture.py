@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from scout_core.consensus.signature import tensor_signature
 from scout_core.consensus.structure import structure_signature
 from scout_core.replay.guard import attempt
 from scout_core.replay.isolation import AutocastState, uncompiled
+from scout_core.replay.local_tensors import Distribution, distribution, local_part
 from scout_core.replay.private_state import preserved_attributes
 from scout_core.replay.trees import hollow, opaque_type, skeleton, tensor_leaves
 
@@ -35,12 +37,28 @@ class TensorMeta:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    distribution: Distribution | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Of what lies on this rank: a DTensor's local part."""
+        part = local_part(tensor)
         return cls(
-            shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+            shape=tuple(part.shape),
+            dtype=tensor.dtype,
+            device=part.device,
+            requires_grad=tensor.requires_grad,
+            distribution=distribution(tensor),
         )
+
+    def describe(self) -> tuple[object, ...]:
+        """What peers must have alike to replay one call, the sizes left out."""
+        layout = None if self.distribution is None else self.distribution.describe()
+        return str(self.dtype), len(self.shape), self.requires_grad, self.device.type, layout
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The tensor of which `part` lies on this rank."""
+        return part if self.distribution is None else self.distribution.wrap(part)
 
 
 @dataclass(kw_only=True)
@@ -79,7 +97,7 @@ class Invocation:
 
     def structure(self) -> int:
         """64-bit signature of everything two peers must share to replay one call, tensor sizes left out."""
-        plain = [(str(m.dtype), len(m.shape), m.requires_grad, m.device.type) for m in self.metas()]
+        plain = [meta.describe() for meta in self.metas()]
         return structure_signature(
             (
                 skeleton(self.arguments),
@@ -163,12 +181,15 @@ class ModuleCapture:
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = tensor_leaves((args, kwargs))
+        metas = [TensorMeta.of(leaf) for leaf in leaves]
+        if not torch.is_grad_enabled():
+            metas = [replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas]
         opaque = opaque_type((args, kwargs))
         call = Invocation(
             step=self._step,
             arguments=hollow((args, kwargs)),
-            input_metas=[TensorMeta.of(leaf) for leaf in leaves],
-            inputs=[leaf.detach().clone() for leaf in leaves] if self._keep else None,
+            input_metas=metas,
+            inputs=[local_part(leaf).clone() for leaf in leaves] if self._keep else None,
             autocast=AutocastState.current(),
             training=module.training,
             recomputed=self._recomputed,
@@ -246,12 +267,12 @@ class _GradientTap:
         call = self._invocation
         call.finite += all_finite([gradient])
         carried = sum(math.prod(meta.shape) for meta in call.input_metas if meta.dtype.is_floating_point)
-        if carried and gradient.numel() > _LARGE_OUTPUT * carried:
+        if carried and local_part(gradient).numel() > _LARGE_OUTPUT * carried:
             call.drawn.append(self._index)
             return
         call.gradient_metas[self._index] = TensorMeta.of(gradient)
         if self._keep:
-            self._invocation.gradients[self._index] = gradient.detach()
+            self._invocation.gradients[self._index] = local_part(gradient)
 
 
 class RootInput:
@@ -286,12 +307,14 @@ def recompute(
     *,
     step: int,
     keep: bool,
+    forward_only: AbstractContextManager[None],
 ) -> list[Invocation | None]:
     """Run the model forward once, isolated and eager, and record the call of each of `modules`.
 
     Called by every peer at a boundary; runs whatever collectives the model's own forward runs. None for a module the
     forward did not call. The caller preserves random state; parameters are only read, buffers are copies. The graph
-    that arises is dropped, never run backward.
+    that arises is dropped, never run backward. `forward_only` is the adapter's context for such a pass; when it
+    switches gradients off, every floating-point input is taken for one that needs one.
     """
     if source.call is None or source.autocast is None:
         return [None] * len(modules)
@@ -303,7 +326,7 @@ def recompute(
             for module, known in zip(modules, running, strict=True)
         ]
         try:
-            with torch.enable_grad(), source.autocast.enter(), uncompiled(plain_root):
+            with forward_only, source.autocast.enter(), uncompiled(plain_root):
                 torch.func.functional_call(plain_root, buffers, args, kwargs)
         finally:
             for capture in captures:
@@ -316,7 +339,8 @@ def all_finite(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
     On their devices, without waiting for them; each tensor is read once, on a GPU in few launches for the whole list.
     """
-    floating = [t.detach() for t in tensors if t is not None and t.is_floating_point() and t.numel()]
+    floating = [local_part(t) for t in tensors if t is not None and t.is_floating_point()]
+    floating = [t for t in floating if t.numel()]
     wide = [t.float() if t.element_size() == 1 else t for t in floating]  # nothing reduces 8-bit floats
     cuda = [t for t in wide if t.is_cuda]
     flags = [torch.isfinite(torch.stack(torch.aminmax(t))).all() for t in wide if not t.is_cuda]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,21 +13,40 @@ from torch import nn
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ReplayHarnessConfig
 from scout_core.consensus.c3 import C3Status
-from scout_core.consensus.readiness import RankContract, Reason, encode, judge_readiness
+from scout_core.consensus.readiness import (
+    RankContract,
+    Reason,
+    encode,
+    encode_ready,
+    join_readiness,
+    judge_readiness,
+)
 from scout_core.consensus.structure import structure_signature
 from scout_core.peers import PeerGroup
+from scout_core.replay.cohorts import VIEW_WORDS, ColumnView, Joined, join, wants_closer_look
 from scout_core.replay.detail import look_closer
-from scout_core.replay.evidence import ROW_WORDS, EvidenceBatch, Observation
+from scout_core.replay.evidence import ROW_WORDS, SHARED_STATE, EvidenceBatch, Observation, fold, surfaces_of
 from scout_core.replay.execute import Received
+from scout_core.replay.lockstep import Lockstep
 from scout_core.replay.recorder import Prepared, Recorder
 from scout_core.replay.result import Detail, ReplayResult
 from scout_core.replay.schedule import Plan, Recipe
 from scout_core.replay.transport import Parcel, agree_on_shapes, carry
 from scout_core.replay.verdict import RecipeVerdict, judge_recipe
-from scout_core.replay.workbench import Workbench
+from scout_core.replay.workbench import Material, Workbench
 from scout_core.timing.stragglers import StragglerJudge, StragglerThresholds, StragglerVerdict
 
 Executions = dict[str, list[list[Observation]]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the rounds of one check brought."""
+
+    executions: Executions = field(default_factory=dict)
+    joined: dict[str, Joined] = field(default_factory=dict)
+    stragglers: dict[str, StragglerVerdict] = field(default_factory=dict)
+    collective_timings: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(kw_only=True)
@@ -48,11 +68,24 @@ class CheckRunner:
     """Runs the checks of one rank and its peers and remembers what they taught about each recipe."""
 
     def __init__(
-        self, adapter: FrameworkAdapter, recorder: Recorder, peers: PeerGroup, config: ReplayHarnessConfig
+        self,
+        adapter: FrameworkAdapter,
+        recorder: Recorder,
+        peers: PeerGroup,
+        config: ReplayHarnessConfig,
+        *,
+        partners: PeerGroup | None = None,
+        table: Sequence[Sequence[int]] = (),
+        shard_peers: bool = False,
     ) -> None:
+        """`partners` work in lockstep with this rank; `table[i]` are the peers of the i-th of them."""
         self._adapter = adapter
         self._recorder = recorder
         self._peers = peers
+        self._partners = partners or PeerGroup(ranks=(peers.rank,), rank=peers.rank, control=None)
+        self._table = table
+        self._lockstep = Lockstep(self._partners, peers, shard_peers=shard_peers)
+        self._owned = not shard_peers
         self._config = config
         self._known: dict[str, Qualification] = {}
         self._lenient: set[str] = set()
@@ -79,28 +112,33 @@ class CheckRunner:
         """Run one check. Every peer calls at the same boundary.
 
         Collectives, all on the peer group: one all-gather of readiness, at most one broadcast per device kind, one
-        all-gather of evidence; more only when peers' sizes differ, evidence is disputed, or a rank looks slow.
+        all-gather of evidence; more only when peers' sizes differ, evidence is disputed, or a rank looks slow. With
+        lockstep partners, one all-gather among them after each of the peers', and what replays themselves run.
         """
         started = time.perf_counter()
-        prepared = self._recorder.prepare(plan, keep=self.is_source(plan))
+        together = not self._recorder.recomputes(plan) or self._lockstep.all_can(self._recorder.has_input)
+        prepared = self._recorder.prepare(plan, keep=self.is_source(plan), together=together)
         contract = RankContract(
             step=plan.step,
             check_index=plan.ordinal,
             collective_digest=self.collective_digest(),
-            seed=structure_signature((plan.step, plan.ordinal, self._peers.ranks)),
+            seed=structure_signature((plan.step, plan.ordinal)),
             recipes=prepared.contracts,
         )
         rows = self._peers.gather(torch.tensor(encode(contract), dtype=torch.int64)).tolist()
         readiness = judge_readiness(rows, self._peers.ranks)
+        if self._partners.size > 1:
+            said = self._partners.gather(torch.tensor(encode_ready(contract, readiness), dtype=torch.int64)).tolist()
+            readiness = join_readiness(readiness, said, self._partners.ranks)
         reasons = list(readiness.reasons)
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in readiness.runnable]
         if not recipes:
-            return self._result(plan, started, recipes, {}, {}, {}, {}, reasons)
+            return self._result(plan, started, recipes, _Found(), {}, reasons)
         resize = any(reason.field == "shape" and reason.recipe in readiness.runnable for reason in reasons)
         bench = self._workbench(plan, prepared, recipes, readiness.seeds[self.source(plan)], resize)
-        executions, verdicts, stragglers = self._rounds(bench, recipes)
-        details = self._details(bench, recipes, verdicts)
-        return self._result(plan, started, recipes, executions, verdicts, stragglers, details, reasons)
+        found = self._rounds(bench, recipes)
+        details = self._details(bench, recipes, found.joined)
+        return self._result(plan, started, recipes, found, details, reasons)
 
     def _workbench(
         self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], seed: int, resize: bool
@@ -128,25 +166,54 @@ class CheckRunner:
             seed=seed,
             deterministic=self._config.deterministic,
             lenient=self._lenient,
+            lockstep=self._lockstep,
+            owned=self._owned,
         )
 
-    def _rounds(
-        self, bench: Workbench, recipes: Sequence[Recipe]
-    ) -> tuple[Executions, dict[str, RecipeVerdict], dict[str, StragglerVerdict]]:
+    def _rounds(self, bench: Workbench, recipes: Sequence[Recipe]) -> _Found:
         """Execute and gather until every recipe has its verdict: one round, unless something is disputed or slow."""
         executions: Executions = {recipe.recipe_id: [] for recipe in recipes}
         todo = {recipe: 2 if recipe.recipe_class != "state" and not self._settled(recipe) else 1 for recipe in recipes}
+        shared: dict[str, tuple[int, int]] = {}
         while todo:
-            self._gather_round(bench, todo, executions)
-            verdicts = {recipe.recipe_id: self._judge_one(recipe, executions[recipe.recipe_id]) for recipe in recipes}
-            todo = {
-                recipe: max(verdicts[recipe.recipe_id].more, self._more_times(recipe, executions[recipe.recipe_id]))
-                for recipe in recipes
-            }
-            todo = {recipe: count for recipe, count in todo.items() if count}
+            shared |= self._gather_round(bench, todo, executions)
+            joined = self._join(recipes, executions, shared)
+            todo = {recipe: joined[recipe.recipe_id].more for recipe in recipes if joined[recipe.recipe_id].more}
         for recipe in recipes:
-            self._learn(recipe, verdicts[recipe.recipe_id])
-        return executions, verdicts, self._judge_times(recipes, executions)
+            self._learn(recipe, joined[recipe.recipe_id].verdict)
+        timings = bench.collective_timings()
+        return _Found(executions, joined, self._judge_times(recipes, executions), timings)
+
+    def _join(
+        self, recipes: Sequence[Recipe], executions: Executions, shared: dict[str, tuple[int, int]]
+    ) -> dict[str, Joined]:
+        """Every recipe's verdict, in the light of the partners' verdicts: with partners, one all-gather among them."""
+        own: list[RecipeVerdict] = []
+        for recipe in recipes:
+            seen = executions[recipe.recipe_id]
+            verdict = self._judge_one(recipe, seen)
+            own.append(replace(verdict, more=max(verdict.more, self._more_times(recipe, seen))))
+        views = [[] for _ in own] if self._partners.size < 2 else self._exchange(own, shared)
+        return {
+            verdict.recipe_id: join(
+                verdict,
+                seen,
+                self._partners.position,
+                self._table,
+                travels=recipe.recipe_class in ("embedding", "hidden", "output"),
+            )
+            for recipe, verdict, seen in zip(recipes, own, views, strict=True)
+        }
+
+    def _exchange(self, own: list[RecipeVerdict], shared: dict[str, tuple[int, int]]) -> list[list[ColumnView]]:
+        """The views of all partners, per recipe."""
+        words: list[int] = []
+        for verdict in own:
+            word, listing = shared.get(verdict.recipe_id, (0, 0))
+            words += ColumnView.of(verdict, shared=word, listing=listing).encode()
+        rows = self._partners.gather(torch.tensor(words, dtype=torch.int64)).tolist()
+        starts = range(0, len(words), VIEW_WORDS)
+        return [[ColumnView.decode(row[start : start + VIEW_WORDS]) for row in rows] for start in starts]
 
     def _judge_times(self, recipes: Sequence[Recipe], executions: Executions) -> dict[str, StragglerVerdict]:
         """Who is slow, per recipe, and over the layers taken together when they are checked in turn.
@@ -164,18 +231,31 @@ class CheckRunner:
                 verdicts["hidden"] = self._judge.judge("hidden", rounds)
         return verdicts
 
-    def _gather_round(self, bench: Workbench, todo: dict[Recipe, int], executions: Executions) -> None:
-        """Run the executions in `todo` and share their evidence: one all-gather."""
+    def _gather_round(
+        self, bench: Workbench, todo: dict[Recipe, int], executions: Executions
+    ) -> dict[str, tuple[int, int]]:
+        """Run the executions in `todo` and share their evidence: one all-gather.
+
+        Returns, by recipe, a word over what of it lockstep partners hold alike, and one over the listing of that.
+        """
         batch = EvidenceBatch()
+        materials: dict[str, Material | None] = {}
         order = [recipe for recipe, count in todo.items() for _ in range(count)]
         for recipe in order:
             known = self._known.get(recipe.recipe_id)
-            bench.observe(batch, recipe, compute=known is None or not known.nondeterministic)
+            computes = known is None or not known.nondeterministic
+            materials[recipe.recipe_id] = bench.observe(batch, recipe, compute=computes)
         own = [word for observation in batch.resolve() for word in observation.encode()]
         rows = self._peers.gather(torch.tensor(own, dtype=torch.int64)).tolist()
         for index, recipe in enumerate(order):
             cells = [row[index * ROW_WORDS : (index + 1) * ROW_WORDS] for row in rows]
-            executions[recipe.recipe_id].append([Observation.decode(cell, recipe.recipe_class) for cell in cells])
+            names = surfaces_of(recipe.recipe_class, lockstep=self._partners.size > 1)
+            executions[recipe.recipe_id].append([Observation.decode(cell, names) for cell in cells])
+        return {
+            key: (fold(batch.signatures_of(material.signed[SHARED_STATE])), material.listing)
+            for key, material in materials.items()
+            if material is not None and SHARED_STATE in material.signed
+        }
 
     def _judge_one(self, recipe: Recipe, seen: list[list[Observation]]) -> RecipeVerdict:
         known = self._known.setdefault(recipe.recipe_id, Qualification())
@@ -187,6 +267,7 @@ class CheckRunner:
             earlier_offenders=frozenset(known.offenders),
             earlier_repeats=known.repeats,
             ranks=self._peers.ranks,
+            lockstep=self._partners.size > 1,
         )
 
     def _settled(self, recipe: Recipe) -> bool:
@@ -216,20 +297,23 @@ class CheckRunner:
             return 0
         return max(1 + self._config.straggler_confirmations - len(rounds), 0)
 
-    def _details(
-        self, bench: Workbench, recipes: Sequence[Recipe], verdicts: dict[str, RecipeVerdict]
-    ) -> dict[str, Detail]:
-        """A closer look at each disputed recipe; costs nothing when all agree."""
+    def _details(self, bench: Workbench, recipes: Sequence[Recipe], joined: dict[str, Joined]) -> dict[str, Detail]:
+        """A closer look at each disputed recipe; costs nothing when all agree. Partners execute it once more alike."""
         details: dict[str, Detail] = {}
         for recipe in recipes:
-            verdict = verdicts[recipe.recipe_id]
-            surface = verdict.first_surface
-            if surface is None or verdict.nondeterministic or verdict.raised:
+            if not joined[recipe.recipe_id].closer:
                 continue
+            verdict = joined[recipe.recipe_id].verdict
             batch = EvidenceBatch()
             material = bench.observe(batch, recipe, compute=not self._known[recipe.recipe_id].nondeterministic)
             batch.resolve()
-            found = look_closer(self._peers, batch, material, surface, verdict.bitmap)
+            surface, group = verdict.first_surface, self._peers
+            if joined[recipe.recipe_id].shared_differs:
+                surface, group = SHARED_STATE, self._partners
+            elif not wants_closer_look(verdict):
+                continue
+            assert surface is not None, "a closer look is wanted at a surface"
+            found = look_closer(group, batch, material, surface, verdict.bitmap)
             if found is not None:
                 details[recipe.recipe_id] = found
         return details
@@ -239,13 +323,13 @@ class CheckRunner:
         plan: Plan,
         started: float,
         recipes: Sequence[Recipe],
-        executions: Executions,
-        verdicts: dict[str, RecipeVerdict],
-        stragglers: dict[str, StragglerVerdict],
+        found: _Found,
         details: dict[str, Detail],
         reasons: list[Reason],
     ) -> ReplayResult:
         ranks = self._peers.ranks
+        executions, stragglers = found.executions, found.stragglers
+        verdicts = {key: joined.verdict for key, joined in found.joined.items()}
         for key, verdict in verdicts.items():
             if verdict.reason is not None:
                 apart = tuple(ranks[p] for p in verdict.apart)
@@ -284,6 +368,7 @@ class CheckRunner:
             details=details,
             times_ms={key: tuple(o.elapsed.busy_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
             waits_ms={key: tuple(o.elapsed.wait_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
+            collective_timings=tuple(found.collective_timings),
             straggler_recipes={key: v.bitmap for key, v in stragglers.items() if any(v.bitmap)},
             nonfinite=any(o.flags.local_nonfinite or o.flags.replay_nonfinite or o.flags.state_nonfinite for o in seen),
             nonfinite_ranks=tuple(ranks[p] for p in sorted(local)),

@@ -19,17 +19,39 @@ from scout_core.consensus.signature import signatures
 from scout_core.replay.capture import all_finite
 from scout_core.replay.isolation import NO_TIME, Elapsed
 
+_MODULE = ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient")
 SURFACES: dict[str, tuple[str, ...]] = {
-    "embedding": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
-    "hidden": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
-    "output": ("invocation", "rng", "parameter_state", "output", "input_gradient", "parameter_gradient"),
+    "embedding": _MODULE,
+    "hidden": _MODULE,
+    "output": _MODULE,
     "optimizer": ("gradient", "hyperparameters", "parameter_state", "optimizer_state", "updated_state"),
     "state": ("parameter_state", "optimizer_state"),
 }
 """Surfaces of a recipe class in the order in which blame is looked for: causes stand before what follows from them."""
 
-MAX_SURFACES = max(len(names) for names in SURFACES.values())
-ROW_WORDS = MAX_SURFACES + 4
+COLLECTIVE_INPUT = "collective_input"
+"""What a module's replay puts into the collectives it runs with its lockstep partners; no surface without partners."""
+
+SHARED_STATE = "shared_state"
+"""State that lockstep partners hold alike, compared among them and not among peers."""
+
+MARKS = 8
+"""Words over collective inputs, one each for the first seven; the last is over all that follow."""
+
+MAX_SURFACES = max(len(names) for names in SURFACES.values()) + 1
+ROW_WORDS = MAX_SURFACES + MARKS + 4
+
+
+def surfaces_of(recipe_class: str, *, lockstep: bool) -> tuple[str, ...]:
+    """Names of the words in an observation of a recipe class, in causal order. `lockstep`: the rank has partners."""
+    names = SURFACES[recipe_class]
+    if not lockstep or names is not _MODULE:
+        return names
+    place = names.index("output")
+    return (*names[:place], COLLECTIVE_INPUT, *names[place:])
+
+
+_FLAG_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +82,52 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One peer's evidence from one execution of one recipe: a word per surface, time, flags."""
+    """One peer's evidence from one execution of one recipe: a word per surface, time, flags.
+
+    `marks` are words over the inputs of the collectives it ran, in order, `forward_marks` how many of those belong to
+    the forward pass: they tell when corruption first showed, and so on which of the ranks in lockstep.
+    """
 
     words: tuple[int, ...]
     elapsed: Elapsed = NO_TIME
     flags: Flags = Flags()
+    marks: tuple[int, ...] = (0,) * MARKS
+    forward_marks: int = 0
 
     def encode(self) -> list[int]:
         padding = [0] * (MAX_SURFACES - len(self.words))
-        return [*self.words, *padding, self.elapsed.wall_us, self.elapsed.wait_us, self.flags.encode(), 0]
+        elapsed = self.elapsed
+        flags = self.flags.encode() | self.forward_marks << _FLAG_BITS
+        return [*self.words, *padding, *self.marks, elapsed.wall_us, elapsed.wait_us, elapsed.collective_us, flags]
 
     @classmethod
-    def decode(cls, row: Sequence[int], recipe_class: str) -> Observation:
-        wall, wait, flags, _ = row[MAX_SURFACES:ROW_WORDS]
+    def decode(cls, row: Sequence[int], names: Sequence[str]) -> Observation:
+        """From a row of `ROW_WORDS`; `names` are the surfaces that it has."""
+        wall, wait, collective, flags = row[MAX_SURFACES + MARKS : ROW_WORDS]
         return cls(
-            words=tuple(row[: len(SURFACES[recipe_class])]),
-            elapsed=Elapsed(wall_us=wall, wait_us=wait),
+            words=tuple(row[: len(names)]),
+            elapsed=Elapsed(wall_us=wall, wait_us=wait, collective_us=collective),
             flags=Flags.decode(flags),
+            marks=tuple(row[MAX_SURFACES : MAX_SURFACES + MARKS]),
+            forward_marks=flags >> _FLAG_BITS,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presigned:
+    """Signatures of tensors that will not be there any more when the evidence is put together."""
+
+    vector: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """Inputs of the collectives of one execution: a vector of signatures per call, `forward` of them before backward,
+    and a label for every signature."""
+
+    signed: Sequence[torch.Tensor | None] = ()
+    forward: int = 0
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +148,7 @@ class EvidenceBatch:
 
     def add(
         self,
-        surfaces: Sequence[Sequence[torch.Tensor | None] | int],
+        surfaces: Sequence[Sequence[torch.Tensor | None] | int | Presigned | Collectives],
         *,
         elapsed: Callable[[], Elapsed] | None = None,
         local: Sequence[torch.Tensor] = (),
@@ -109,10 +159,24 @@ class EvidenceBatch:
     ) -> tuple[Signed | int, ...]:
         """Queue one execution's evidence; returns the signatures behind each surface, for `signatures_of`.
 
-        `surfaces[i]` is the tensors of the i-th surface, or its ready-made word. `local` holds bool scalars made while
-        capturing; `replayed` and `state` hold tensors whose values must be finite. Queues work, waits for none.
+        `surfaces[i]` is the tensors of the i-th surface or their signatures, its ready-made word, or the inputs of the
+        collectives. `local` holds
+        bool scalars made while capturing; `replayed` and `state` hold tensors whose values must be finite. Queues work,
+        waits for none.
         """
-        signed = self._sign(surfaces)
+        calls = next((surface for surface in surfaces if isinstance(surface, Collectives)), Collectives())
+        marked = [self._presigned(vector) for vector in calls.signed]
+        inputs = Signed(places=tuple(place for mark in marked for place in mark.places))
+        signed = self._sign(
+            [
+                inputs
+                if isinstance(surface, Collectives)
+                else self._presigned(surface.vector)
+                if isinstance(surface, Presigned)
+                else surface
+                for surface in surfaces
+            ]
+        )
         local_flags = self._raise_flags(local)
         replay_flags = self._raise_flags(all_finite(replayed))
         state_flags = self._raise_flags(all_finite(state))
@@ -128,6 +192,8 @@ class EvidenceBatch:
                     state_nonfinite=not self._all_set(state_flags),
                     nondeterministic_op=nondeterministic_op,
                 ),
+                marks=_marks([fold(self.signatures_of(mark)) for mark in marked]),
+                forward_marks=min(calls.forward, MARKS),
             )
 
         self._pending.append(observation)
@@ -142,9 +208,17 @@ class EvidenceBatch:
         """One signature per tensor, after `resolve`."""
         return [None if place is None else self._values[place[0]][place[1]] for place in signed.places]
 
-    def _sign(self, surfaces: Sequence[Sequence[torch.Tensor | None] | int]) -> tuple[Signed | int, ...]:
-        """Sign all tensors of all surfaces, one call per kind of device; ready-made words pass."""
-        flat = [tensor for surface in surfaces if not isinstance(surface, int) for tensor in surface]
+    def _presigned(self, vector: torch.Tensor | None) -> Signed:
+        """Signatures that were taken while the module ran; None where there was nothing to sign."""
+        if vector is None:
+            return Signed(places=(None,))
+        start = self._push(vector)
+        return Signed(places=tuple((vector.device.type, start + i) for i in range(vector.numel())))
+
+    def _sign(self, surfaces: Sequence[Sequence[torch.Tensor | None] | int | Signed]) -> tuple[Signed | int, ...]:
+        """Sign all tensors of all surfaces, one call per kind of device; what is signed already passes."""
+        plain = [surface for surface in surfaces if not isinstance(surface, (int, Signed))]
+        flat = [tensor for surface in plain for tensor in surface]
         places: list[tuple[str, int] | None] = [None] * len(flat)
         for kind in sorted({tensor.device.type for tensor in flat if tensor is not None}):
             chosen = [(i, t) for i, t in enumerate(flat) if t is not None and t.device.type == kind]
@@ -153,7 +227,9 @@ class EvidenceBatch:
                 places[index] = (kind, start + offset)
         remaining = iter(places)
         return tuple(
-            surface if isinstance(surface, int) else Signed(places=tuple(itertools.islice(remaining, len(surface))))
+            surface
+            if isinstance(surface, (int, Signed))
+            else Signed(places=tuple(itertools.islice(remaining, len(surface))))
             for surface in surfaces
         )
 
@@ -170,6 +246,13 @@ class EvidenceBatch:
         self._vectors.setdefault(kind, []).append(vector)
         self._lengths[kind] = start + vector.numel()
         return start
+
+
+def _marks(words: Sequence[int]) -> tuple[int, ...]:
+    """One word per collective; from the `MARKS`-th on one for all."""
+    alone, rest = list(words[: MARKS - 1]), list(words[MARKS - 1 :])
+    marks = [*alone, fold(rest)] if rest else alone
+    return tuple(marks + [0] * (MARKS - len(marks)))
 
 
 def fold(words: Sequence[int | None]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from scout_core.replay.capture import Invocation
 from scout_core.replay.isolation import Stopwatch, uncompiled
+from scout_core.replay.local_tensors import distribution, local_part
 from scout_core.replay.private_state import preserved_attributes
 from scout_core.replay.trees import refill, tensor_leaves
 
@@ -52,6 +53,7 @@ class _ForwardBackward(nn.Module):
         received: Received,
         seed: int,
         wanted: list[torch.Tensor],
+        end_forward: Callable[[], None],
     ) -> None:
         super().__init__()
         self.module = module
@@ -59,14 +61,16 @@ class _ForwardBackward(nn.Module):
         self._received = received
         self._seed = seed
         self._wanted = wanted
+        self._end_forward = end_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         with self._invocation.autocast.enter():
             leaves = tensor_leaves(self.module(*args, **kwargs))
+        self._end_forward()
         indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
         drawn = indices if self._invocation.recomputed else self._invocation.drawn
         gradients = {
-            index: self._draw(leaves[index]) if index in drawn else self._received.gradients[index]
+            index: self._draw(leaves[index]) if index in drawn else self._given(index, leaves[index])
             for index in indices
             if index in drawn or index in self._received.gradients
         }
@@ -76,10 +80,18 @@ class _ForwardBackward(nn.Module):
             # checkpoint refuses them
             inputs = None if _has_reentrant_checkpoint(outputs) else self._wanted
             torch.autograd.backward(outputs, list(gradients.values()), inputs=inputs)
-        return [leaf.detach() for leaf in leaves]
+        return [local_part(leaf) for leaf in leaves]
+
+    def _given(self, index: int, output: torch.Tensor) -> torch.Tensor:
+        """The gradient that was carried. A wrapper that casts outputs does so outside of what is replayed."""
+        gradient = self._received.gradients[index]
+        return self._invocation.gradient_metas[index].whole(gradient.to(output.dtype))
 
     def _draw(self, output: torch.Tensor) -> torch.Tensor:
         """An output gradient of the size a mean-reduced loss gives: unit noise over the number of rows."""
+        spread = distribution(output)
+        if spread is not None:
+            return spread.wrap(self._draw(local_part(output)))
         rows = max(output.numel() // max(output.shape[-1], 1), 1) if output.dim() else 1
         generator = torch.Generator(device=output.device).manual_seed(self._seed % (1 << 63))
         narrow = output.element_size() == 1  # nothing draws 8-bit floats
@@ -88,8 +100,10 @@ class _ForwardBackward(nn.Module):
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """An `Embedding(sparse=True)` gives sparse gradients, whose repeated rows come in any order."""
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+    """The part that lies here. An `Embedding(sparse=True)` gives sparse ones, whose repeated rows come in any order."""
+    if gradient is None:
+        return None
+    return gradient.to_dense() if gradient.is_sparse else local_part(gradient)
 
 
 def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
@@ -106,11 +120,19 @@ def _has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
     return False
 
 
-def execute(module: nn.Module, invocation: Invocation, received: Received, *, seed: int) -> Execution:
+def execute(
+    module: nn.Module,
+    invocation: Invocation,
+    received: Received,
+    *,
+    seed: int,
+    end_forward: Callable[[], None] = lambda: None,
+) -> Execution:
     """Replay one call of `module` on copies and aliases; live parameters, gradients and buffers are not written.
 
     Local to the calling rank unless the module communicates itself. The caller has seeded the generators and set
-    determinism, and preserves both. `seed` draws output gradients where none was captured.
+    determinism, and preserves both. `seed` draws output gradients where none was captured. `end_forward` is called
+    between forward and backward.
     """
     device = next((t.device for t in (*module.parameters(), *received.inputs)), torch.device("cpu"))
     # the base class's own names: wrappers (activation checkpointing) show shortened ones, which lead to no attribute
@@ -123,9 +145,10 @@ def execute(module: nn.Module, invocation: Invocation, received: Received, *, se
         for tensor, meta in zip(received.inputs, invocation.input_metas, strict=True)
     ]
     # a copy of each leaf enters the module: it may be changed in place, the leaf and the received tensor may not
-    args, kwargs = refill(invocation.arguments, [leaf.clone() for leaf in leaves])
+    copies = [meta.whole(leaf.clone()) for leaf, meta in zip(leaves, invocation.input_metas, strict=True)]
+    args, kwargs = refill(invocation.arguments, copies)
     wanted = [tensor for tensor in (*leaves, *parameters.values()) if tensor.requires_grad]
-    shim = _ForwardBackward(module, invocation, received, seed, wanted)
+    shim = _ForwardBackward(module, invocation, received, seed, wanted, end_forward)
     substitutes = {f"module.{name}": tensor for name, tensor in (parameters | buffers).items()}
     isolated = preserved_attributes(module, seed=seed)
     with isolated, torch.enable_grad(), uncompiled(module), Stopwatch(device) as stopwatch:
@@ -133,7 +156,7 @@ def execute(module: nn.Module, invocation: Invocation, received: Received, *, se
     return Execution(
         outputs=list(outputs),
         input_gradients=[
-            leaf.grad for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad
+            _dense(leaf.grad) for leaf, meta in zip(leaves, invocation.input_metas, strict=True) if meta.requires_grad
         ],
         parameter_gradients=[_dense(p.grad) for p in parameters.values() if p.requires_grad],
         stopwatch=stopwatch,

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -137,15 +137,28 @@ def deterministic_kernels(*, enabled: bool, strict: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Elapsed:
-    """How long something ran, in microseconds: on the wall, and waiting for a CPU core (0 on a GPU or if unknown)."""
+    """How long something ran, in microseconds: on the wall, and waiting for a CPU core (0 on a GPU or if unknown).
+
+    `collective_us` is the part of the wall time spent in collectives; `wait_us` then leaves it out.
+    """
 
     wall_us: int
     wait_us: int
+    collective_us: int = 0
 
     @property
     def busy_us(self) -> int:
-        """Wall time less the time spent waiting for a core, so that a crowded host does not look like a slow rank."""
-        return max(self.wall_us - self.wait_us, 0)
+        """Wall time less the time spent waiting for a core or for other ranks, so that neither a crowded host nor a
+        slow partner looks like a slow rank."""
+        return max(self.wall_us - self.wait_us - self.collective_us, 0)
+
+    def without(self, collectives: Sequence[Elapsed]) -> Elapsed:
+        """The same span with those parts of it set apart."""
+        return Elapsed(
+            wall_us=self.wall_us,
+            wait_us=max(self.wait_us - sum(part.wait_us for part in collectives), 0),
+            collective_us=min(sum(part.wall_us for part in collectives), self.wall_us),
+        )
 
 
 NO_TIME = Elapsed(wall_us=0, wait_us=0)

@@ -98,13 +98,25 @@ class Recorder:
         )
         self._slice, self._slice_failed = outcome.value, outcome.failure is not None
 
-    def prepare(self, plan: Plan, *, keep: bool) -> Prepared:
+    def recomputes(self, plan: Plan) -> bool:
+        """Whether the invocations of `plan` come from a forward pass of their own, as for a compiled model."""
+        return plan.manual or self._surfaces.compiled
+
+    @property
+    def has_input(self) -> bool:
+        """Whether there is a training input to run a forward pass on."""
+        return self._root.call is not None
+
+    def prepare(self, plan: Plan, *, keep: bool, together: bool = True) -> Prepared:
         """Everything this rank has for `plan`. Never raises: a failure becomes part of the contract.
 
-        A manual plan, and any plan of a compiled model, recomputes its invocations with one forward pass.
+        Without `together` no forward pass is run where one would be needed: not all whom it communicates with can.
         """
         prepared = Prepared()
-        if plan.manual or self._surfaces.compiled:
+        if self.recomputes(plan) and not together:
+            recorded: dict[str, Invocation | None] = {}
+            failed = False
+        elif self.recomputes(plan):
             outcome = attempt("recomputing the last forward pass", lambda: self._recompute(plan, keep))
             recorded, failed = outcome.value or {}, outcome.failure is not None
         else:
@@ -144,7 +156,15 @@ class Recorder:
         modules = [self.module(recipe)[1] for recipe in recipes]
         running = [self._running[recipe.recipe_id] for recipe in recipes]
         with preserved_state():
-            found = recompute(self._surfaces.plain_root, self._root, modules, running, step=plan.step, keep=keep)
+            found = recompute(
+                self._surfaces.plain_root,
+                self._root,
+                modules,
+                running,
+                step=plan.step,
+                keep=keep,
+                forward_only=self._adapter.forward_only(),
+            )
         return {recipe.recipe_id: invocation for recipe, invocation in zip(recipes, found, strict=True)}
 
     def _module_contract(self, recipes: list[Recipe], invocations: dict[str, Invocation | None]) -> RecipeContract:

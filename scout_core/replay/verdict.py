@@ -10,6 +10,7 @@ As soon as two peers fail to repeat themselves the operation is nondeterministic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -17,7 +18,7 @@ from typing import Literal
 
 from scout_core.consensus.c3 import C3Result, C3Status, classify_exact
 from scout_core.consensus.readiness import name_ranks
-from scout_core.replay.evidence import SURFACES, Observation
+from scout_core.replay.evidence import COLLECTIVE_INPUT, MARKS, Observation, surfaces_of
 
 PROOF_EXECUTIONS = 150
 """Executions of the other peers, without one that varied, before the result of an execution is blamed on a rank.
@@ -25,11 +26,28 @@ PROOF_EXECUTIONS = 150
 An operation that varies in a share q of its calls passes them with probability (1 - q)^150: 5e-4 for 5%, 22% for 1%.
 """
 
-EXECUTED = frozenset({"output", "input_gradient", "parameter_gradient", "updated_state"})
+EXECUTED = frozenset({COLLECTIVE_INPUT, "output", "input_gradient", "parameter_gradient", "updated_state"})
 """Surfaces that an execution computes. The others are compared as they stand before it; chance has no part in them."""
 
+EXECUTION = 8
+"""The first moment of an execution; moments before it are the places of surfaces that only a rank itself holds."""
+_GRADIENTS = EXECUTION + MARKS + 1
+_NEVER = _GRADIENTS + 1
+
 Persistence = Literal["persistent", "intermittent"]
-Basis = Literal["majority", "self", "none"]
+Basis = Literal["majority", "self", "reference", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Suspect:
+    """A peer whose evidence stands apart, and the moment of the replay from which on it did.
+
+    Moments count alike on all ranks that work in lockstep: what stands before the execution, then the inputs of the
+    collectives of forward, the output, the inputs of the collectives of backward, the gradients.
+    """
+
+    position: int
+    moment: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +58,7 @@ class RecipeVerdict:
     everything else is then provisional. `qualified` is True once every peer repeated itself bit for bit. `repeats` is
     how many executions of peers that are not blamed repeated themselves. `apart` holds the positions that `reason`
     speaks of, and `raised` says that the replay raised on them.
+    `suspects` are the peers outside a strict majority, blamed or not, also while a verdict is provisional.
     """
 
     recipe_id: str
@@ -55,6 +74,7 @@ class RecipeVerdict:
     repeats: int = 0
     apart: tuple[int, ...] = ()
     raised: bool = False
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def first_surface(self) -> str | None:
@@ -103,23 +123,30 @@ def judge_recipe(
     earlier_offenders: frozenset[int] = frozenset(),
     earlier_repeats: int = 0,
     ranks: Sequence[int] | None = None,
+    lockstep: bool = False,
 ) -> RecipeVerdict:
     """Judge one recipe from `executions[k][p]`, the evidence of the peer at position p in its k-th execution.
 
     `qualified` says whether the recipe has repeated itself on every peer before, `earlier_repeats` in how many
     executions of earlier checks (the sum of their verdicts' `repeats`). `earlier_offenders` are positions that once
     failed to repeat themselves here: when another one does, the operation is nondeterministic, not two devices bad.
-    `ranks` are the peers' global ranks, for the texts.
+    `ranks` are the peers' global ranks, for the texts; `lockstep` says that they have partners and collective inputs.
     """
     case = _Case(
         recipe_id=recipe_id,
-        names=SURFACES[recipe_class],
+        names=surfaces_of(recipe_class, lockstep=lockstep),
         executions=executions,
         ranks=range(len(executions[0])) if ranks is None else ranks,
         qualified=qualified,
         earlier_offenders=earlier_offenders,
         earlier_repeats=earlier_repeats,
     )
+    verdict = _judge(case)
+    return replace(verdict, suspects=_suspects(case)) if verdict.surfaces and not verdict.raised else verdict
+
+
+def _judge(case: _Case) -> RecipeVerdict:
+    recipe_id, executions = case.recipe_id, case.executions
     raised = tuple(p for p in range(case.peers) if any(run[p].flags.failed for run in executions))
     if raised:
         return _raised(case, raised)
@@ -133,7 +160,7 @@ def judge_recipe(
             recipe_id=recipe_id,
             status=C3Status.AGREE if agree else C3Status.INCONCLUSIVE,
             surfaces=surfaces,
-            qualified=qualified,
+            qualified=case.qualified,
             more=0 if agree else 1,
             repeats=case.repeats if agree else 0,
         )
@@ -143,6 +170,38 @@ def judge_recipe(
     if len(varied) == 1 and not _warned(executions):
         return _one_varies(case, varied[0])
     return _nondeterministic(case, surfaces, varied)
+
+
+def _suspects(case: _Case) -> tuple[Suspect, ...]:
+    """Peers whose evidence ever differs from what a strict majority of the peers gave in the first execution.
+
+    Where there is no majority, every peer, from the first moment at which any two differ. Empty when all agree.
+    """
+    first = case.executions[0]
+    usual, votes = Counter(peer.words for peer in first).most_common(1)[0]
+    model = next(peer for peer in first if peer.words == usual)
+    apart: dict[int, int] = {}
+    for run in case.executions:
+        for p, peer in enumerate(run):
+            if peer.words != usual:
+                apart[p] = min(_moment(case.names, peer, model), apart.get(p, _NEVER))
+    if 2 * votes <= case.peers:
+        earliest = min(apart.values())
+        apart = dict.fromkeys(range(case.peers), earliest)
+    return tuple(Suspect(position=p, moment=moment) for p, moment in sorted(apart.items()))
+
+
+def _moment(names: Sequence[str], peer: Observation, model: Observation) -> int:
+    """The first moment at which a peer's evidence differs from that of the majority (see `Suspect`)."""
+    forward = model.forward_marks
+    marks = [k for k, (a, b) in enumerate(zip(peer.marks, model.marks, strict=True)) if a != b]
+    moments = [EXECUTION + k + (k >= forward) for k in marks]
+    for name, a, b in zip(names, peer.words, model.words, strict=True):
+        if a != b and name == "output":
+            moments.append(EXECUTION + forward)
+        elif a != b and name != COLLECTIVE_INPUT:
+            moments.append(_GRADIENTS if name in EXECUTED else names.index(name))
+    return min(moments)
 
 
 def _raised(case: _Case, raised: tuple[int, ...]) -> RecipeVerdict:

@@ -32,3 +32,9 @@ def ranks4() -> Iterator[RankPool]:
 def ranks8() -> Iterator[RankPool]:
     with RankPool(8) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks12() -> Iterator[RankPool]:
+    with RankPool(12) as pool:
+        yield pool

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scout_core.replay.evidence import MAX_SURFACES, ROW_WORDS, SURFACES, EvidenceBatch, Flags, Observation, fold
+from scout_core.replay.evidence import (
+    MARKS,
+    MAX_SURFACES,
+    ROW_WORDS,
+    SURFACES,
+    EvidenceBatch,
+    Flags,
+    Observation,
+    fold,
+    surfaces_of,
+)
 from scout_core.replay.isolation import Elapsed
 
 words = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -14,23 +24,25 @@ flags = st.builds(Flags, **{name: st.booleans() for name in Flags.__dataclass_fi
 
 
 @st.composite
-def observations(draw: st.DrawFn) -> tuple[str, Observation]:
-    name = draw(st.sampled_from(sorted(SURFACES)))
+def observations(draw: st.DrawFn) -> tuple[tuple[str, ...], Observation]:
+    names = surfaces_of(draw(st.sampled_from(sorted(SURFACES))), lockstep=draw(st.booleans()))
     seen = Observation(
-        words=draw(st.tuples(*[words] * len(SURFACES[name]))),
-        elapsed=Elapsed(wall_us=draw(times), wait_us=draw(times)),
+        words=draw(st.tuples(*[words] * len(names))),
+        elapsed=Elapsed(wall_us=draw(times), wait_us=draw(times), collective_us=draw(times)),
         flags=draw(flags),
+        marks=draw(st.tuples(*[words] * MARKS)),
+        forward_marks=draw(st.integers(0, MARKS)),
     )
-    return name, seen
+    return names, seen
 
 
 @settings(deadline=None)
 @given(observations())
-def test_an_observation_survives_the_gather(item: tuple[str, Observation]) -> None:
-    name, seen = item
+def test_an_observation_survives_the_gather(item: tuple[tuple[str, ...], Observation]) -> None:
+    names, seen = item
     row = torch.tensor(seen.encode(), dtype=torch.int64)
     assert row.numel() == ROW_WORDS and len(seen.words) <= MAX_SURFACES
-    assert Observation.decode(row.tolist(), name) == seen
+    assert Observation.decode(row.tolist(), names) == seen
 
 
 @settings(deadline=None)

@@ -136,6 +136,7 @@ class Workbench:
         if self._lockstep.partners.size > 1:
             inputs = tap.collectives() if tap is not None else Collectives()
             surfaces.insert(list(tensors).index("output"), inputs)
+            tensors[COLLECTIVE_INPUT] = [None] * len(inputs.labels)
             names[COLLECTIVE_INPUT] = [f"{recipe.recipe_id}.{label}" for label in inputs.labels]
         elapsed = None
         if done:

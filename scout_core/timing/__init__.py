@@ -1,5 +1,7 @@
-"""Judgement of times: which peer is slow, persistently and by its own fault."""
+"""Judgement of times: which peer is slow, persistently and by its own fault; and whose fault slow collectives are."""
 
+from scout_core.timing.localization import CrossGroupResult, GroupTiming, localize
+from scout_core.timing.pace import PaceFinding, PaceJudge, PaceThresholds, PaceVerdict
 from scout_core.timing.stragglers import (
     StragglerHistory,
     StragglerJudge,
@@ -11,6 +13,12 @@ from scout_core.timing.stragglers import (
 )
 
 __all__ = [
+    "CrossGroupResult",
+    "GroupTiming",
+    "PaceFinding",
+    "PaceJudge",
+    "PaceThresholds",
+    "PaceVerdict",
     "StragglerHistory",
     "StragglerJudge",
     "StragglerReason",
@@ -18,4 +26,5 @@ __all__ = [
     "StragglerVerdict",
     "candidates",
     "confirm",
+    "localize",
 ]

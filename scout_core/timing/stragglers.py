@@ -121,8 +121,8 @@ def candidates(times_ms: Times, thresholds: StragglerThresholds, history: Times 
 
     Raises ValueError when `history` has another length than `times_ms`.
     """
-    times = _usable(times_ms)
-    own = _usable(history) if history is not None else [None] * len(times)
+    times = usable_times(times_ms)
+    own = usable_times(history) if history is not None else [None] * len(times)
     if len(own) != len(times):
         raise ValueError(f"history has {len(own)} peers but times_ms has {len(times)}")
     if _present(times) == 2:
@@ -178,7 +178,7 @@ class StragglerHistory:
         if len(flagged) != len(times_ms):
             raise ValueError(f"flagged has {len(flagged)} peers but times_ms has {len(times_ms)}")
         slots = [
-            math.nan if time is None or bad else time for time, bad in zip(_usable(times_ms), flagged, strict=True)
+            math.nan if time is None or bad else time for time, bad in zip(usable_times(times_ms), flagged, strict=True)
         ]
         self._recent.append(recipe, len(slots), array("d", slots))
 
@@ -221,7 +221,7 @@ class StragglerJudge:
         """
         peers = _number_of_peers(rounds)
         own = self._baselines_ms(recipe, rounds)
-        first = _usable(rounds[0])
+        first = usable_times(rounds[0])
         candidate = candidates(first, self.thresholds, own)
         confirmed = confirm(rounds, self.thresholds, own)
         standing_out = _slow_against_peers(first, self.thresholds) if _present(first) > 2 else candidate
@@ -232,12 +232,12 @@ class StragglerJudge:
         recent = self._confirmed.rows(recipe, peers)
         reported = tuple(confirmed[peer] and _persists(recent, peer, self.thresholds) for peer in range(peers))
 
-        baselines = [_references(_usable(times), own) for times in rounds]
+        baselines = [_references(usable_times(times), own) for times in rounds]
         return StragglerVerdict(
             bitmap=reported,
             candidate_bitmap=candidate,
             confirmed_bitmap=confirmed,
-            ratio=_smallest_ratios([_usable(times) for times in rounds], baselines),
+            ratio=_smallest_ratios([usable_times(times) for times in rounds], baselines),
             baseline_ms=tuple(baselines[0]),
             reason=_reason(first, own, standing_out, candidate, confirmed, reported),
         )
@@ -245,7 +245,7 @@ class StragglerJudge:
     def _baselines_ms(self, recipe: Hashable, rounds: Sequence[Times]) -> tuple[float | None, ...]:
         """Own baselines if a judgement of these rounds looks at them; in most checks none does."""
         for times_ms in rounds:
-            times = _usable(times_ms)
+            times = usable_times(times_ms)
             if _present(times) == 2 or any(_slow_against_peers(times, self.thresholds)):
                 return self._history.baselines_ms(recipe, len(times))
         return (None,) * len(rounds[0])
@@ -302,7 +302,7 @@ def _persists(recent: Sequence[frozenset[int]], peer: int, thresholds: Straggler
 def _slow_against_peers(times: Times, thresholds: StragglerThresholds) -> tuple[bool, ...]:
     return tuple(
         time is not None and others is not None and thresholds.exceeded(time, others)
-        for time, others in zip(times, _medians_of_others(times), strict=True)
+        for time, others in zip(times, medians_of_others(times), strict=True)
     )
 
 
@@ -321,7 +321,7 @@ def _slow_of_two(times: Times, own: Times, thresholds: StragglerThresholds) -> t
 def _references(times: Times, own: Times) -> list[float | None]:
     if _present(times) == 2:
         return [None if time is None else usual for time, usual in zip(times, own, strict=True)]
-    return _medians_of_others(times)
+    return medians_of_others(times)
 
 
 def _smallest_ratios(rounds: Sequence[Times], baselines: Sequence[Times]) -> tuple[float | None, ...]:
@@ -356,7 +356,7 @@ def _reason(
     return "no_majority" if 2 * sum(standing_out) >= _present(first) else "clean"
 
 
-def _medians_of_others(times: Times) -> list[float | None]:
+def medians_of_others(times: Times) -> list[float | None]:
     """For each peer with a time, the median of the other peers' times; sorts once for all of them."""
     ordered = sorted(time for time in times if time is not None)
     others = len(ordered) - 1
@@ -372,7 +372,8 @@ def _median_of_sorted(values: Sequence[float]) -> float:
     return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
-def _usable(times_ms: Times) -> list[float | None]:
+def usable_times(times_ms: Times) -> list[float | None]:
+    """The times, with None for those that are no times: negative and non-finite ones."""
     return [time if time is not None and math.isfinite(time) and time >= 0 else None for time in times_ms]
 
 

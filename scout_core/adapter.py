@@ -73,7 +73,10 @@ class Surfaces:
 
 @dataclass(frozen=True, kw_only=True)
 class SlicePart:
-    """One contiguous run of one parameter: flat elements `start:stop`, as copies of their values before the update."""
+    """One contiguous run of one parameter: flat elements `start:stop`, as copies of their values before the update.
+
+    `group` and `index` are the parameter's place in the optimizer.
+    """
 
     name: str
     start: int
@@ -82,6 +85,7 @@ class SlicePart:
     gradient: torch.Tensor
     state: Mapping[str, Any]
     group: int
+    index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,13 @@ class FrameworkAdapter(ABC):
     @abstractmethod
     def apply_optimizer_slice(self, part: OptimizerSlice) -> list[torch.Tensor]:
         """The updated parameters and state of `part`, by the framework's own kernel, on copies of the slice."""
+
+    def live_slice(self, part: OptimizerSlice) -> list[torch.Tensor]:
+        """What the live update made of this rank's own `part`, in the order of `apply_optimizer_slice`. No copies.
+
+        Asked where parameters are held once, so that the owner's result can be compared with the peers' recomputation.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has shards without copies, but does not show their updates")
 
     @abstractmethod
     def state_tensors(self) -> list[tuple[str, str, torch.Tensor]]:

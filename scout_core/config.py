@@ -57,6 +57,11 @@ class ReplayHarnessConfig(_Strict):
         ge=1,
         description="live state compared per check, rotating, MiB; None: 256 on a GPU, 16 on the CPU",
     )
+    at_rest_interval: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps between watches over state that only one rank owns; None: check_interval, 0: never",
+    )
     optimizer_slice_elements: int = Field(
         default=1 << 20, ge=1, description="elements whose optimizer update is recomputed per check"
     )

@@ -108,7 +108,7 @@ class Scout:
         partners = build_peer_group(layout.lockstep or (self._peers.rank,), None, timeout_s)
         self._places = _places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
-        self._available = _available(surfaces, layout)
+        self._available = _available(surfaces, layout, config.replay)
         # shards that are held once have no peer to be compared with
         self._replay = (
             config.replay.model_copy(update={"compare_parameters": False}) if layout.shard_peers else config.replay
@@ -221,7 +221,10 @@ class Scout:
 
     def _before_update(self) -> None:
         attempt("holding the update for a capture", self._trust.before_update)
-        if self.active and self._plan is not None and "optimizer" in self._plan.classes:
+        if not self.active:
+            return
+        attempt("looking at what rested", self._recorder.end_rest)
+        if self._plan is not None and not {"optimizer", "owner_update"}.isdisjoint(self._plan.classes):
             self._recorder.capture_slice(self._plan)
 
     def _boundary(self, applied: Callable[[], bool]) -> None:
@@ -243,6 +246,9 @@ class Scout:
     def _arm_next(self) -> None:
         if not self.active or self._peers.size < 2:
             return
+        interval = self._replay.at_rest_interval or self._replay.check_interval
+        if "at_rest" in self._available and interval and self.step_count % interval == 0:
+            attempt("watching owned state at rest", self._recorder.begin_rest)
         step = self.step_count + 1
         self._plan = plan_step(step, self._replay, self._layers, self._available)
         if self._plan is not None:
@@ -330,12 +336,14 @@ class Scout:
         return watch.start()
 
 
-def _available(surfaces: Surfaces, layout: Layout) -> tuple[str, ...]:
+def _available(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) -> tuple[str, ...]:
     present = {
         "embedding": surfaces.embedding,
         "hidden": surfaces.hidden,
         "output": surfaces.output,
         "optimizer": not layout.shard_peers,
+        "owner_update": layout.shard_peers,
+        "at_rest": layout.shard_peers and config.at_rest_interval != 0,
     }
     return tuple(name for name, found in present.items() if found)
 

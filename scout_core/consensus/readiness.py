@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-RECIPE_CLASSES = ("embedding", "hidden", "output", "optimizer", "state")
-"""Slots of the row: the contract's four classes, and the rotating comparison of live state."""
+RECIPE_CLASSES = ("embedding", "hidden", "output", "optimizer", "state", "owner_update", "at_rest")
+"""Slots of the row: the contract's four classes, the rotating comparison of live state, and for state that is held once
+the owner's update and its memory at rest."""
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _WORD = 1 << 64
 
 

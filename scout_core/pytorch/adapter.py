@@ -133,6 +133,9 @@ class PyTorchAdapter(FrameworkAdapter):
     def apply_optimizer_slice(self, part: OptimizerSlice) -> list[torch.Tensor]:
         return self._slices.apply(part)
 
+    def live_slice(self, part: OptimizerSlice) -> list[torch.Tensor]:
+        return self._slices.live(part)
+
     def state_tensors(self) -> list[tuple[str, str, torch.Tensor]]:
         parameters = [("parameter_state", name, local_part(p)) for name, p in self._parameters.items()]
         return [*parameters, *self._slices.state_tensors()]

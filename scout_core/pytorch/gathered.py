@@ -50,7 +50,7 @@ class GatheredModules:
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
-        """For a forward pass without backward: FSDP would wait for one that gradients announce. Shards all of it again."""
+        """For a forward pass without backward: FSDP waits for one where gradients are on. Shards all of it again."""
         try:
             with torch.no_grad():
                 yield

@@ -40,17 +40,19 @@ class SliceableOptimizer:
         """Copies of up to `budget` elements from flat element `cursor` on, or why there are none."""
         if _needs_closure(self._optimizer):
             return f"{type(self._optimizer).__name__}.step(closure) computes its gradients inside the step"
-        owned = [(g, p) for g, group in enumerate(self._optimizer.param_groups) for p in group["params"]]
-        with_gradient = [(g, p) for g, p in owned if p.grad is not None or (draw_missing and p.requires_grad)]
+        owned = [
+            (g, i, p) for g, group in enumerate(self._optimizer.param_groups) for i, p in enumerate(group["params"])
+        ]
+        with_gradient = [(g, i, p) for g, i, p in owned if p.grad is not None or (draw_missing and p.requires_grad)]
         if not with_gradient:
             return "no parameter has a gradient"
-        if any(p.grad is not None and p.grad.is_sparse for _, p in with_gradient):
+        if any(p.grad is not None and p.grad.is_sparse for _, _, p in with_gradient):
             return "sparse gradients have no slice that could be replayed"
-        if not self.elementwise and any(is_distributed(p) for _, p in with_gradient):
+        if not self.elementwise and any(is_distributed(p) for _, _, p in with_gradient):
             return f"{type(self._optimizer).__name__} updates whole parameters, and these are distributed over ranks"
-        if any(p.grad is not None and part_like(p.grad, p) is None for _, p in with_gradient):
+        if any(p.grad is not None and part_like(p.grad, p) is None for _, _, p in with_gradient):
             return "gradients of distributed parameters are not summed yet when the optimizer steps"
-        runs = list(self._runs([local_part(p).numel() for _, p in with_gradient], cursor, budget))
+        runs = list(self._runs([local_part(p).numel() for _, _, p in with_gradient], cursor, budget))
         parts = tuple(self._part(*with_gradient[index], start, stop, step) for index, start, stop in runs)
         hyperparameters = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -78,7 +80,7 @@ class SliceableOptimizer:
                 remaining -= stop - start
             index, start, visited = (index + 1) % len(sizes), 0, visited + 1
 
-    def _part(self, group: int, parameter: torch.Tensor, start: int, stop: int, step: int) -> SlicePart:
+    def _part(self, group: int, place: int, parameter: torch.Tensor, start: int, stop: int, step: int) -> SlicePart:
         own_shape = local_part(parameter).shape
 
         def cut(value: Any) -> Any:
@@ -100,6 +102,7 @@ class SliceableOptimizer:
             gradient=cut(gradient),
             state={key: cut(value) for key, value in state.items()},
             group=group,
+            index=place,
         )
 
     def apply(self, captured: OptimizerSlice) -> list[torch.Tensor]:
@@ -123,6 +126,23 @@ class SliceableOptimizer:
         _bare_step(replica)()
         state = [value for p in updated for value in replica.state[p].values() if isinstance(value, torch.Tensor)]
         return [*(p.detach() for p in updated), *state]
+
+    def live(self, captured: OptimizerSlice) -> list[torch.Tensor]:
+        """The live values where `captured` was cut, in the order of `apply`. Nothing is copied."""
+
+        def cut(value: torch.Tensor, part: SlicePart, own_shape: torch.Size) -> torch.Tensor:
+            found = local_part(value)
+            whole = not self.elementwise or found.shape != own_shape
+            return found if whole else found.reshape(-1)[part.start : part.stop]
+
+        parameters, state = [], []
+        for part in captured.parts:
+            parameter = self._optimizer.param_groups[part.group]["params"][part.index]
+            own_shape = local_part(parameter).shape
+            parameters.append(cut(parameter, part, own_shape))
+            values = self._optimizer.state[parameter].values()
+            state += [cut(value, part, own_shape) for value in values if isinstance(value, torch.Tensor)]
+        return [*parameters, *state]
 
     def _empty_replica(self) -> Optimizer:
         """An optimizer of the same class and settings that shares nothing a step may change with the live one.

@@ -28,10 +28,11 @@ from scout_core.replay.detail import look_closer
 from scout_core.replay.evidence import ROW_WORDS, SHARED_STATE, EvidenceBatch, Observation, fold, surfaces_of
 from scout_core.replay.execute import Received
 from scout_core.replay.lockstep import Lockstep
+from scout_core.replay.owner_verdict import judge_at_rest, settle_owner
 from scout_core.replay.recorder import Prepared, Recorder
 from scout_core.replay.result import Detail, ReplayResult
-from scout_core.replay.schedule import Plan, Recipe
-from scout_core.replay.transport import Parcel, agree_on_shapes, carry
+from scout_core.replay.schedule import MODULE_CLASSES, READING_CLASSES, Plan, Recipe
+from scout_core.replay.transport import Parcel, agree_on_shapes, carry, carry_slice
 from scout_core.replay.verdict import RecipeVerdict, judge_recipe
 from scout_core.replay.workbench import Material, Workbench
 from scout_core.timing.stragglers import StragglerJudge, StragglerThresholds, StragglerVerdict
@@ -136,7 +137,7 @@ class CheckRunner:
             return self._result(plan, started, recipes, _Found(), {}, reasons)
         resize = any(reason.field == "shape" and reason.recipe in readiness.runnable for reason in reasons)
         bench = self._workbench(plan, prepared, recipes, readiness.seeds[self.source(plan)], resize)
-        found = self._rounds(bench, recipes)
+        found = self._rounds(bench, recipes, self.source(plan))
         details = self._details(bench, recipes, found.joined)
         return self._result(plan, started, recipes, found, details, reasons)
 
@@ -158,6 +159,11 @@ class CheckRunner:
             if resize:
                 agree_on_shapes(parcels, self._peers, self.source(plan))
             received = carry(parcels, self._peers, self.source(plan))
+        if any(recipe.recipe_class == "owner_update" for recipe in recipes):
+            assert prepared.slice is not None, "readiness only lets an optimizer recipe run with a captured slice"
+            if self.is_source(plan) and not plan.manual:
+                prepared.own_slice = prepared.slice
+            prepared.slice = carry_slice(prepared.slice, self._peers, self.source(plan))
         return Workbench(
             self._adapter,
             prepared,
@@ -170,14 +176,14 @@ class CheckRunner:
             owned=self._owned,
         )
 
-    def _rounds(self, bench: Workbench, recipes: Sequence[Recipe]) -> _Found:
+    def _rounds(self, bench: Workbench, recipes: Sequence[Recipe], source: int) -> _Found:
         """Execute and gather until every recipe has its verdict: one round, unless something is disputed or slow."""
         executions: Executions = {recipe.recipe_id: [] for recipe in recipes}
-        todo = {recipe: 2 if recipe.recipe_class != "state" and not self._settled(recipe) else 1 for recipe in recipes}
+        todo = {recipe: 1 if self._settled(recipe) else 2 for recipe in recipes}
         shared: dict[str, tuple[int, int]] = {}
         while todo:
             shared |= self._gather_round(bench, todo, executions)
-            joined = self._join(recipes, executions, shared)
+            joined = self._join(recipes, executions, shared, source)
             todo = {recipe: joined[recipe.recipe_id].more for recipe in recipes if joined[recipe.recipe_id].more}
         for recipe in recipes:
             self._learn(recipe, joined[recipe.recipe_id].verdict)
@@ -185,13 +191,13 @@ class CheckRunner:
         return _Found(executions, joined, self._judge_times(recipes, executions), timings)
 
     def _join(
-        self, recipes: Sequence[Recipe], executions: Executions, shared: dict[str, tuple[int, int]]
+        self, recipes: Sequence[Recipe], executions: Executions, shared: dict[str, tuple[int, int]], source: int
     ) -> dict[str, Joined]:
         """Every recipe's verdict, in the light of the partners' verdicts: with partners, one all-gather among them."""
         own: list[RecipeVerdict] = []
         for recipe in recipes:
             seen = executions[recipe.recipe_id]
-            verdict = self._judge_one(recipe, seen)
+            verdict = self._judge_one(recipe, seen, source)
             own.append(replace(verdict, more=max(verdict.more, self._more_times(recipe, seen))))
         views = [[] for _ in own] if self._partners.size < 2 else self._exchange(own, shared)
         return {
@@ -200,7 +206,7 @@ class CheckRunner:
                 seen,
                 self._partners.position,
                 self._table,
-                travels=recipe.recipe_class in ("embedding", "hidden", "output"),
+                travels=recipe.recipe_class in MODULE_CLASSES,
             )
             for recipe, verdict, seen in zip(recipes, own, views, strict=True)
         }
@@ -221,7 +227,7 @@ class CheckRunner:
         A slow device is slow in every layer and shows in few checks; one slow layer shows each time its turn comes.
         """
         verdicts: dict[str, StragglerVerdict] = {}
-        timed = [recipe for recipe in recipes if recipe.recipe_class in ("embedding", "hidden", "output")]
+        timed = [recipe for recipe in recipes if recipe.recipe_class in MODULE_CLASSES]
         timed = [recipe for recipe in timed if not self._known[recipe.recipe_id].nondeterministic]
         single = sum(recipe.recipe_class == "hidden" for recipe in timed) == 1
         for recipe in timed:
@@ -257,9 +263,11 @@ class CheckRunner:
             if material is not None and SHARED_STATE in material.signed
         }
 
-    def _judge_one(self, recipe: Recipe, seen: list[list[Observation]]) -> RecipeVerdict:
+    def _judge_one(self, recipe: Recipe, seen: list[list[Observation]], source: int) -> RecipeVerdict:
         known = self._known.setdefault(recipe.recipe_id, Qualification())
-        return judge_recipe(
+        if recipe.recipe_class == "at_rest":
+            return judge_at_rest(recipe.recipe_id, seen[0], self._peers.ranks)
+        verdict = judge_recipe(
             recipe.recipe_id,
             recipe.recipe_class,
             seen,
@@ -269,11 +277,12 @@ class CheckRunner:
             ranks=self._peers.ranks,
             lockstep=self._partners.size > 1,
         )
+        return settle_owner(verdict, source) if recipe.recipe_class == "owner_update" else verdict
 
     def _settled(self, recipe: Recipe) -> bool:
         """Whether the recipe needs no qualifying: it repeated itself before, is known not to, or only reads."""
         known = self._known.get(recipe.recipe_id, Qualification())
-        return known.qualified or known.nondeterministic or recipe.recipe_class == "state"
+        return known.qualified or known.nondeterministic or recipe.recipe_class in READING_CLASSES
 
     def _learn(self, recipe: Recipe, verdict: RecipeVerdict) -> None:
         known = self._known[recipe.recipe_id]
@@ -291,7 +300,7 @@ class CheckRunner:
     def _more_times(self, recipe: Recipe, seen: list[list[Observation]]) -> int:
         """Executions still needed to confirm that somebody is slow; 0 when nobody was in the first."""
         rounds = _rounds_ms(seen)
-        if recipe.recipe_class in ("state", "optimizer"):
+        if recipe.recipe_class not in MODULE_CLASSES:
             return 0
         if not any(self._judge.candidates(recipe.recipe_id, rounds[0])):
             return 0
@@ -362,7 +371,7 @@ class CheckRunner:
                 and len(ranks) > 1
             ),
             c3_results=exact,
-            checked_recipe_ids=tuple(r.recipe_id for r in recipes if r.recipe_class != "state"),
+            checked_recipe_ids=tuple(r.recipe_id for r in recipes if r.recipe_class not in READING_CLASSES),
             inconclusive_reasons=tuple(reasons),
             verdicts=verdicts,
             details=details,

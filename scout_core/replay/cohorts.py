@@ -181,7 +181,7 @@ def _blame(
 
 
 def _unblamed(own: RecipeVerdict, text: str) -> RecipeVerdict:
-    nobody = (False,) * len(own.bitmap)
+    nobody = (False,) * len(next(iter(own.surfaces.values())).bitmap)
     return replace(
         own,
         status=C3Status.INCONCLUSIVE,
@@ -207,8 +207,8 @@ def _shared(
 ) -> RecipeVerdict | None:
     """The verdict on state that all partners should hold alike; None when they do, or when it cannot be said.
 
-    Judged only while every column agrees in itself: then every replica has the same partners apart, which software
-    does and a device does not.
+    Judged only while every column agrees in itself: then every replica has the same partners apart, so that no device
+    holds it wrong by itself. Software does this, and so does one wrong step of one partner, which replicas share.
     """
     words = [view.shared for view in views]
     if any(view.diverges or view.raised for view in views) or len({view.listing for view in views}) > 1:
@@ -219,7 +219,5 @@ def _shared(
     for word, ranks in zip(words, table, strict=True):
         groups.setdefault(word, []).append(ranks[0])
     apart = "; ".join(name_ranks(members) for members in groups.values())
-    text = (
-        f"{own.recipe_id}: parameters that lockstep partners hold alike differ between them, in every replica: {apart}"
-    )
-    return replace(own, status=C3Status.INCONCLUSIVE, reason=text, persistence="persistent")
+    text = f"{own.recipe_id}: what lockstep partners should hold alike differs between them, in every replica: {apart}"
+    return replace(_unblamed(own, text), persistence="persistent" if column == 0 else None)

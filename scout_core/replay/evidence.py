@@ -26,6 +26,15 @@ SURFACES: dict[str, tuple[str, ...]] = {
     "output": _MODULE,
     "optimizer": ("gradient", "hyperparameters", "parameter_state", "optimizer_state", "updated_state"),
     "state": ("parameter_state", "optimizer_state"),
+    "owner_update": (
+        "gradient",
+        "hyperparameters",
+        "parameter_state",
+        "optimizer_state",
+        "updated_state",
+        "owner_update",
+    ),
+    "at_rest": ("state_at_rest",),
 }
 """Surfaces of a recipe class in the order in which blame is looked for: causes stand before what follows from them."""
 

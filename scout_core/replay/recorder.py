@@ -14,6 +14,7 @@ from scout_core.adapter import FrameworkAdapter, OptimizerSlice, Surfaces
 from scout_core.config import ReplayHarnessConfig
 from scout_core.consensus.readiness import Readiness, RecipeContract
 from scout_core.consensus.structure import structure_signature
+from scout_core.replay.at_rest import AtRest, Rest
 from scout_core.replay.capture import Invocation, ModuleCapture, RootInput, recompute
 from scout_core.replay.guard import attempt, logger
 from scout_core.replay.isolation import preserved_state
@@ -29,7 +30,10 @@ class Prepared:
     contracts: dict[str, RecipeContract] = field(default_factory=dict)
     invocations: dict[str, Invocation] = field(default_factory=dict)
     slice: OptimizerSlice | None = None
+    own_slice: OptimizerSlice | None = None
     state: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+    rest: Rest | None = None
+    manual: bool = False
 
 
 class Recorder:
@@ -49,6 +53,7 @@ class Recorder:
         self._slice: OptimizerSlice | str | None = None
         self._slice_failed = False
         self._warned: set[str] = set()
+        self._rest: AtRest | None = None
 
     def module(self, recipe: Recipe) -> tuple[str, nn.Module]:
         """Dotted name and module a recipe replays."""
@@ -112,7 +117,7 @@ class Recorder:
 
         Without `together` no forward pass is run where one would be needed: not all whom it communicates with can.
         """
-        prepared = Prepared()
+        prepared = Prepared(manual=plan.manual)
         if self.recomputes(plan) and not together:
             recorded: dict[str, Invocation | None] = {}
             failed = False
@@ -124,10 +129,12 @@ class Recorder:
             failed = any(capture.failed for capture in self._captures.values())
         for name in plan.classes:
             recipes = [recipe for recipe in plan.recipes if recipe.recipe_class == name]
-            if name == "optimizer":
+            if name in ("optimizer", "owner_update"):
                 if plan.manual:
                     self.capture_slice(plan)
-                prepared.contracts[name] = self._slice_contract(prepared)
+                prepared.contracts[name] = self._slice_contract(prepared, owned_once=name == "owner_update")
+            elif name == "at_rest":
+                prepared.contracts[name] = self._rest_contract(plan, prepared)
             elif name == "state":
                 prepared.contracts[name] = self._state_contract(plan, prepared)
             elif failed:
@@ -183,7 +190,29 @@ class Recorder:
             shape=structure_signature([invocation.shape() for invocation in present]),
         )
 
-    def _slice_contract(self, prepared: Prepared) -> RecipeContract:
+    def begin_rest(self) -> None:
+        """Right after an optimizer step: watch the next window of owned state until the following step."""
+        state = self._adapter.state_tensors()
+        if self._rest is None:
+            self._rest = AtRest(_MIB * (self._config.state_budget_mib or default_state_budget_mib(state)))
+        self._rest.begin(state)
+
+    def end_rest(self) -> None:
+        """Right before an optimizer step: see whether anything changed."""
+        if self._rest is not None:
+            self._rest.end()
+
+    def _rest_contract(self, plan: Plan, prepared: Prepared) -> RecipeContract:
+        rest = self._rest
+        outcome = attempt("reading what was found at rest", lambda: None if rest is None else rest.take())
+        prepared.rest = outcome.value
+        if outcome.failure is not None:
+            return RecipeContract(readiness=Readiness.FAILED)
+        if prepared.rest is None or not prepared.rest.watched:
+            return RecipeContract()  # no watch has ended since the last check
+        return RecipeContract(readiness=Readiness.READY, capture_step=plan.step)
+
+    def _slice_contract(self, prepared: Prepared, *, owned_once: bool) -> RecipeContract:
         if self._slice_failed:
             return RecipeContract(readiness=Readiness.FAILED)
         if isinstance(self._slice, str):
@@ -192,6 +221,11 @@ class Recorder:
         if self._slice is None:
             return RecipeContract(readiness=Readiness.NO_CAPTURE)
         prepared.slice = self._slice
+        if owned_once:  # every rank has other elements in its slice; those of the source will be carried
+            groups = [sorted(group) for group in self._slice.hyperparameters]
+            return RecipeContract(
+                readiness=Readiness.READY, identity=structure_signature(groups), capture_step=self._slice.step
+            )
         sizes = [tuple(part.parameter.shape) for part in self._slice.parts]
         return RecipeContract(
             readiness=Readiness.READY,

@@ -23,8 +23,13 @@ class Recipe:
 EMBEDDING = Recipe(recipe_id="embedding", recipe_class="embedding")
 OUTPUT = Recipe(recipe_id="output", recipe_class="output")
 OPTIMIZER = Recipe(recipe_id="optimizer", recipe_class="optimizer")
+OWNER_UPDATE = Recipe(recipe_id="owner_update", recipe_class="owner_update")
+AT_REST = Recipe(recipe_id="at_rest", recipe_class="at_rest")
 STATE = Recipe(recipe_id="state", recipe_class="state")
-_CLASSES = ("embedding", "hidden", "output", "optimizer")
+MODULE_CLASSES = ("embedding", "hidden", "output")
+READING_CLASSES = ("state", "at_rest")
+"""Classes that execute nothing: they read what is there."""
+_CLASSES = (*MODULE_CLASSES, "optimizer", "owner_update")
 
 
 def hidden(layer: int) -> Recipe:
@@ -57,9 +62,9 @@ def plan_step(step: int, config: ReplayHarnessConfig, layers: Sequence[int], ava
 
     `available` names the recipe classes this model has. Hidden layers take turns, one a check.
     """
-    intervals = {name: config.interval(name) for name in _CLASSES if name in available and config.interval(name)}
+    intervals = {name: _interval(config, name) for name in _CLASSES if name in available and _interval(config, name)}
     due: list[Recipe] = []
-    fixed = {"embedding": EMBEDDING, "output": OUTPUT, "optimizer": OPTIMIZER}
+    fixed = {"embedding": EMBEDDING, "output": OUTPUT, "optimizer": OPTIMIZER, "owner_update": OWNER_UPDATE}
     for name, interval in intervals.items():
         if step % interval == 0:
             due.append(hidden(layers[(step // interval - 1) % len(layers)]) if name == "hidden" else fixed[name])
@@ -67,12 +72,20 @@ def plan_step(step: int, config: ReplayHarnessConfig, layers: Sequence[int], ava
         return None
     if config.compare_parameters:
         due.append(STATE)
+    if "at_rest" in available:
+        due.append(AT_REST)
+    updates = intervals.get("optimizer") or intervals.get("owner_update") or step + 1
     return Plan(
         step=step,
         ordinal=_multiples(step, set(intervals.values())),
         recipes=tuple(due),
-        optimizer_ordinal=step // intervals.get("optimizer", step + 1),
+        optimizer_ordinal=step // updates,
     )
+
+
+def _interval(config: ReplayHarnessConfig, recipe_class: str) -> int:
+    """An owner's update is an optimizer update."""
+    return config.interval("optimizer" if recipe_class == "owner_update" else recipe_class)
 
 
 def _multiples(last: int, intervals: Iterable[int]) -> int:
@@ -89,11 +102,13 @@ def plan_all(
     step: int, ordinal: int, config: ReplayHarnessConfig, layers: Sequence[int], available: Sequence[str]
 ) -> Plan:
     """The whole catalog at one boundary: every layer, and every class that is not switched off by its own interval."""
-    off = {name for name in _CLASSES if getattr(config, f"{name}_interval") == 0}
+    off = {name for name in (*MODULE_CLASSES, "optimizer") if getattr(config, f"{name}_interval") == 0}
+    off |= {"owner_update"} if "optimizer" in off else set()
     recipes = [EMBEDDING] if "embedding" in available else []
     recipes += [hidden(layer) for layer in layers]
     recipes += [OUTPUT] if "output" in available else []
     recipes += [OPTIMIZER] if "optimizer" in available else []
+    recipes += [OWNER_UPDATE] if "owner_update" in available else []
     recipes += [STATE] if config.compare_parameters else []
     chosen = tuple(recipe for recipe in recipes if recipe.recipe_class not in off)
     return Plan(step=step, ordinal=ordinal, recipes=chosen, optimizer_ordinal=ordinal, manual=True)

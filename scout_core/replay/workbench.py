@@ -104,7 +104,12 @@ class Workbench:
 
         Without `compute` only what stands before the execution is compared: the recipe is known not to repeat itself.
         """
-        run = {"optimizer": self._optimizer, "state": self._state}.get(recipe.recipe_class, self._module)
+        run = {
+            "optimizer": self._optimizer,
+            "owner_update": self._optimizer,
+            "state": self._state,
+            "at_rest": self._at_rest,
+        }.get(recipe.recipe_class, self._module)
         outcome = attempt(f"replaying {recipe.recipe_id}", lambda: run(batch, recipe, compute))
         if outcome.failure is not None:
             batch.add([0] * len(self._surfaces(recipe)), failed=True)
@@ -136,6 +141,7 @@ class Workbench:
         if self._lockstep.partners.size > 1:
             inputs = tap.collectives() if tap is not None else Collectives()
             surfaces.insert(list(tensors).index("output"), inputs)
+            tensors[COLLECTIVE_INPUT] = [None] * len(inputs.labels)
             names[COLLECTIVE_INPUT] = [f"{recipe.recipe_id}.{label}" for label in inputs.labels]
         elapsed = None
         if done:
@@ -237,12 +243,17 @@ class Workbench:
             "optimizer_state": [name for name, _ in states],
             "updated_state": [*parameters, *(name for name, _ in states)],
         }
+        if recipe.recipe_class == "owner_update":
+            # the owner shows what its live step made of the slice, the others what they make of it now
+            live = self._prepared.own_slice
+            tensors["owner_update"] = updated if live is None else self._adapter.live_slice(live)
+            names["owner_update"] = names["updated_state"]
         plain_state = [
             {key: value for key, value in part.state.items() if not isinstance(value, torch.Tensor)}
             for part in captured.parts
         ]
         hyper = structure_signature((list(captured.hyperparameters), plain_state))
-        words = [tensors[key] if key in tensors else _signed_word(hyper) for key in SURFACES["optimizer"]]
+        words = [tensors[key] if key in tensors else _signed_word(hyper) for key in SURFACES[recipe.recipe_class]]
         signed = batch.add(words, replayed=updated, state=gradients)
         return self._material(recipe, tensors, names, signed)
 
@@ -254,6 +265,12 @@ class Workbench:
         signed = batch.add([tensors[surface] for surface in SURFACES["state"]], state=everything)
         material = self._material(recipe, tensors, names, signed)
         return self._with_shared(material, batch) if self._lockstep.partners.size > 1 else material
+
+    def _at_rest(self, batch: EvidenceBatch, recipe: Recipe, compute: bool) -> Material:
+        rest = self._prepared.rest
+        assert rest is not None, "readiness only lets a rank take part that watched"
+        signed = batch.add([structure_signature(rest.changed) >> 1 if rest.changed else 0])
+        return self._material(recipe, {}, {}, signed)
 
     def _with_shared(self, material: Material, batch: EvidenceBatch) -> Material:
         """Add what of this window lockstep partners hold alike: the same tensors and signatures, picked out."""

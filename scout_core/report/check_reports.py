@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scout_core.consensus.c3 import C3Status
+from scout_core.replay.evidence import SHARED_STATE
 from scout_core.replay.result import ReplayResult
 from scout_core.replay.verdict import RecipeVerdict
 from scout_core.report.fault_report import FaultKind, RecommendedAction, SCOUTFaultReport, Severity
@@ -53,7 +54,7 @@ def _disagrees(verdict: RecipeVerdict) -> bool:
 def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -> SCOUTFaultReport:
     ranks = tuple(r for r, bad in zip(result.peer_ranks, verdict.bitmap, strict=True) if bad)
     others = tuple(r for r in result.peer_ranks if r not in ranks)
-    surface = f"{verdict.recipe_id}/{verdict.first_surface}"
+    surface = f"{verdict.recipe_id}/{verdict.first_surface or SHARED_STATE}"
     kind = _corruption_kind(result, verdict)
     intermittent = verdict.persistence == "intermittent"
     action: RecommendedAction = "observe" if intermittent else "restart_excluding" if ranks else "stop"
@@ -87,8 +88,8 @@ def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -
 def _corruption_kind(result: ReplayResult, verdict: RecipeVerdict) -> FaultKind:
     """Divergence rather than corruption: every replica is different, most elements of a state tensor are, or the
     optimizer was set up differently, which a flipped bit in a Python number hardly ever explains."""
-    if verdict.first_surface == "hyperparameters":
-        return FaultKind.REPLICA_DIVERGENCE
+    if verdict.first_surface in ("hyperparameters", None):
+        return FaultKind.REPLICA_DIVERGENCE  # without a surface: peers agree, and lockstep partners do not
     surface = verdict.surfaces.get(verdict.first_surface or "")
     peers = len(result.peer_ranks)
     if surface is not None and peers > 2 and len(set(surface.evidence)) == peers:

@@ -79,6 +79,7 @@ def draw_fault(rng: random.Random, model: SimModel, near: list[SimFault]) -> Sim
         given["until"] = onset + rng.randint(1, 6)
     if kind == "nondeterministic":
         given["chance"] = rng.choice([0.3, 1.0])
+        given |= {"recipe": "optimizer", "surface": "gradient"} if recipe == "state" else {}
     if kind in ("drift", "straggler", "slow_endpoint", "slow_link", "slow_job"):
         given["factor"] = rng.choice([1.7, 2.0, 5.0])
     if kind == "slow_link":

@@ -93,6 +93,8 @@ class SimFault(BaseModel):
     def _makes_sense(self) -> SimFault:
         if self.kind in ("corruption", "common_mode", "transient") and self.surface not in _SURFACES[self.recipe]:
             raise ValueError(f"{self.recipe} has no fault in {self.surface}; use {', '.join(_SURFACES[self.recipe])}")
+        if self.kind == "nondeterministic" and self.recipe == "state":
+            raise ValueError("state is only read, so it repeats itself; use embedding, hidden, output or optimizer")
         if self.kind == "slow_link" and self.other_rank in (None, self.rank):
             raise ValueError("slow_link needs an other_rank")
         if self.until is not None and self.until <= self.step:

@@ -142,7 +142,7 @@ def _histories(model: SimModel, faults: Sequence[SimFault]) -> dict[int, History
 
 
 def _all_others(model: SimModel, faulty: set[int], seed: int) -> tuple[int, int, set[tuple[int, str, int]]]:
-    """One check of every cohort without a fault: their number, columns judged, and blame, of which there must be none."""
+    """One check of every cohort without a fault: their number, columns judged, and blame, which should be none."""
     alarms: set[tuple[int, str, int]] = set()
     cohorts = judged = 0
     seen: set[int] = set()

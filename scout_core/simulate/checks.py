@@ -119,17 +119,25 @@ class CohortRun:
 
     def _ready(self, plan: Plan, acting: Mapping[int, SimFault]) -> list[ReadinessVerdict]:
         """Every column's readiness, in the light of the partners'."""
-        contracts = [[self._contract(plan, rank, acting) for rank in ranks] for ranks in self.cohort.table]
-        own = [
-            judge_readiness([encode(contract) for contract in column], ranks)
-            for column, ranks in zip(contracts, self.cohort.table, strict=True)
-        ]
+        sound = judge_readiness([encode(_healthy_contract(plan))] * self.cohort.peers, self.cohort.table[0])
+        touched = {self._places[number][0] for number in acting}
+        own, said = [], []
+        for column, ranks in enumerate(self.cohort.table):
+            if column not in touched and not self._every:
+                own.append(sound)
+                said.append(encode_ready(_healthy_contract(plan), sound))
+                continue
+            contracts = [self._contract(plan, rank, acting) for rank in ranks]
+            own.append(judge_readiness([encode(contract) for contract in contracts], ranks))
+            said.append(encode_ready(contracts[0], own[-1]))
         if not self._lockstep:
             return own
         # Partners stand in rows; what a rank tells them is the same in every row.
         row = [ranks[0] for ranks in self.cohort.table]
-        said = [encode_ready(column[0], verdict) for column, verdict in zip(contracts, own, strict=True)]
-        return [join_readiness(verdict, said, row) for verdict in own]
+        if self._every:
+            return [join_readiness(verdict, said, row) for verdict in own]
+        joined = join_readiness(sound, said, row)
+        return [joined if verdict is sound else join_readiness(verdict, said, row) for verdict in own]
 
     def _contract(self, plan: Plan, rank: int, acting: Mapping[int, SimFault]) -> RankContract:
         here = [fault for fault in acting.values() if fault.rank == rank]
@@ -230,14 +238,23 @@ class CohortRun:
         views: list[ColumnView] = []
         for column, seen in enumerate(runs):
             verdict = self._judge(recipe, column, seen)
-            own.append(replace(verdict, more=max(verdict.more, self._more_times(recipe, column, seen))))
+            more = max(verdict.more, self._more_times(recipe, column, seen))
+            own.append(verdict if more == verdict.more else replace(verdict, more=more))
             shared = word("shared", recipe.recipe_id, column in drifted) if recipe.recipe_class == "state" else 0
             row = ColumnView.of(own[-1], shared=shared, listing=1).encode()
             views.append(ColumnView.decode(row))
-        travels = recipe.recipe_class in MODULES
         if not self._lockstep:
-            return [join(own[0], [], 0, self.cohort.table, travels=travels)]
-        return [join(one, views, column, self.cohort.table, travels=travels) for column, one in enumerate(own)]
+            views = []
+        joined: dict[int, Joined] = {}
+        found: list[Joined] = []
+        for column, verdict in enumerate(own):
+            # Columns that share a healthy verdict share what becomes of it.
+            one = None if self._every or verdict.suspects else joined.get(id(verdict))
+            if one is None:
+                one = join(verdict, views, column, self.cohort.table, travels=recipe.recipe_class in MODULES)
+                joined[id(verdict)] = one
+            found.append(one)
+        return found
 
     def _judge(self, recipe: Recipe, column: int, seen: Runs) -> RecipeVerdict:
         known = self._known.setdefault((column, recipe.recipe_id), Qualification())

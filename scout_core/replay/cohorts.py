@@ -9,7 +9,7 @@ stood apart from the same moment on, only the row can be named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scout_core.consensus.c3 import C3Result, C3Status
@@ -109,7 +109,8 @@ def join(
         return Joined(
             verdict=verdict, more=max(v.more for v in views), closer=closer, shared_differs=shared is not None
         )
-    more = max((view.more for i, view in enumerate(views) if not _settled(i, views)), default=0)
+    earliest = _earliest(views)
+    more = max((view.more for view in views if not _settled(view, earliest)), default=0)
     verdict = replace(own, qualified=all(view.qualified for view in views))
     if any(view.raised for view in views) and not own.raised:
         ranks = [table[i][0] for i, view in enumerate(views) if view.raised]
@@ -123,16 +124,21 @@ def join(
     return Joined(verdict=verdict, more=more, closer=any(view.closer for view in views) and not more)
 
 
-def _settled(column: int, views: Sequence[ColumnView]) -> bool:
+def _earliest(views: Sequence[ColumnView]) -> dict[int, int]:
+    """By replica, the first moment at which it stood apart in a column that needs no further executions."""
+    found: dict[int, int] = {}
+    for suspect in (suspect for view in views if not view.more for suspect in view.suspects):
+        found[suspect.position] = min(suspect.moment, found.get(suspect.position, suspect.moment))
+    return found
+
+
+def _settled(view: ColumnView, earliest: Mapping[int, int]) -> bool:
     """Whether a column needs no further executions: it asks for none, or what differs in it began in one that does."""
-    view = views[column]
     if not view.more:
         return True
     if view.too_many or not view.suspects:
         return False
-    return all(
-        _earlier(suspect, column, [v if not v.more else ColumnView() for v in views]) for suspect in view.suspects
-    )
+    return all(earliest.get(suspect.position, suspect.moment) < suspect.moment for suspect in view.suspects)
 
 
 def _earlier(suspect: Suspect, column: int, views: Sequence[ColumnView]) -> list[int]:

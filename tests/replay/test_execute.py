@@ -317,7 +317,9 @@ def test_invocations_can_be_had_from_the_last_training_input_alone() -> None:
     before = [b.clone() for b in model.buffers()]
     with captured(model.last) as live:
         pass
-    found = recompute(model, root, [model.last, model.unused], [{}, {}], step=1, keep=True, forward_only=torch.enable_grad())
+    found = recompute(
+        model, root, [model.last, model.unused], [{}, {}], step=1, keep=True, forward_only=torch.enable_grad()
+    )
     assert found[0].input_metas[0].shape == (5, WIDTH) and found[0].recomputed and found[0].complete
     assert found[1] is None and live.invocation is None
     assert bits(model.buffers()) == bits(before) and model.calls == 2

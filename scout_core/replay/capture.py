@@ -56,6 +56,20 @@ class TensorMeta:
         layout = None if self.distribution is None else self.distribution.describe()
         return str(self.dtype), len(self.shape), self.requires_grad, self.device.type, layout
 
+    def sizes(self) -> tuple[int, ...]:
+        """Everything that changes with the size of the input: of a DTensor also what the whole of it has."""
+        whole = self.distribution
+        return self.shape if whole is None else (*self.shape, *whole.shape, *whole.stride)
+
+    def resized(self, sizes: Sequence[int]) -> TensorMeta:
+        """The same tensor with another's `sizes()`."""
+        dims, rest = len(self.shape), tuple(sizes)
+        if self.distribution is None:
+            return replace(self, shape=rest)
+        shape, stride = rest[dims : 2 * dims], rest[2 * dims :]
+        whole = replace(self.distribution, shape=torch.Size(shape), stride=stride)
+        return replace(self, shape=rest[:dims], distribution=whole)
+
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The tensor of which `part` lies on this rank."""
         return part if self.distribution is None else self.distribution.wrap(part)
@@ -113,7 +127,7 @@ class Invocation:
 
     def shape(self) -> int:
         """64-bit signature of the tensor sizes."""
-        return structure_signature([m.shape for m in self.metas()])
+        return structure_signature([m.sizes() for m in self.metas()])
 
 
 _LARGE_OUTPUT = 4

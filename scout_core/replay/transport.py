@@ -37,13 +37,13 @@ def agree_on_shapes(parcels: Sequence[Parcel], peers: PeerGroup, source: int) ->
 
     Readiness has shown that structure is equal, so the number of tensors and their dimensions are.
     """
-    sizes = [size for parcel in parcels for meta in parcel.invocation.metas() for size in meta.shape]
+    sizes = [size for parcel in parcels for meta in parcel.invocation.metas() for size in meta.sizes()]
     table = torch.tensor(sizes, dtype=torch.int64)
     peers.broadcast(table, source)
     remaining = iter(table.tolist())
 
     def resize(meta: TensorMeta) -> TensorMeta:
-        return replace(meta, shape=tuple(next(remaining) for _ in meta.shape))
+        return meta.resized([next(remaining) for _ in meta.sizes()])
 
     for parcel in parcels:
         invocation = parcel.invocation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from scout_core.peers import PeerGroup
 from scout_core.replay.capture import Invocation, TensorMeta
 from scout_core.replay.execute import Received
 from scout_core.replay.isolation import AutocastState
+from scout_core.replay.local_tensors import Distribution
 from scout_core.replay.transport import Parcel, agree_on_shapes, carry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
@@ -132,6 +134,24 @@ def test_a_peer_takes_over_the_sources_sizes() -> None:
     assert peer.invocation.shape() == source.invocation.shape()
     _, arrived = send([source], [peer])
     assert torch.equal(arrived["a"].inputs[0], long)
+
+
+def test_a_peer_takes_over_the_whole_size_of_a_distributed_tensor_too() -> None:
+    """An unevenly split sequence: the parts on these two are equally long, only what they are parts of is not."""
+
+    def parcel(words: int) -> Parcel:
+        invocation = call([torch.ones(2, 4)], {})
+        whole = Distribution(mesh=None, placements=(), shape=torch.Size((2, words)), stride=(words, 1))
+        invocation.input_metas = [replace(meta, distribution=whole) for meta in invocation.input_metas]
+        return Parcel(recipe_id="a", module=nn.Identity(), invocation=invocation)
+
+    source, peer = parcel(8), parcel(7)
+    assert peer.invocation.shape() != source.invocation.shape()
+    wire = Wire()
+    agree_on_shapes([source], wire.peer(0), 0)
+    agree_on_shapes([peer], wire.peer(1), 0)
+    assert peer.invocation.metas() == source.invocation.metas()
+    assert peer.invocation.shape() == source.invocation.shape()
 
 
 @pytest.fixture(autouse=True)

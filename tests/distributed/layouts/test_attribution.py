@@ -17,8 +17,10 @@ from tests.distributed.pool import RankPool
 
 pytestmark = needs_core
 
-CHECKS = LAYERS + 1
-"""Enough for every block's turn."""
+ALL_TURNS = LAYERS + 1
+"""Checks after which every block has had its turn."""
+FIRST_TURNS = 2
+"""Checks after which the block of `layer_on` has: the second of its stage."""
 OWNER_ALONE: tuple[Kind, ...] = ("weight", "moment", "update")
 """Faults in what pure FSDP holds once: no peer has it too, so only the owner's own evidence shows them."""
 
@@ -40,7 +42,7 @@ def surfaces(case: LayoutCase, fault: LayoutFault) -> tuple[str, ...]:
     return by_kind[fault.kind]
 
 
-def checked(name: str, fault: LayoutFault, seed: int) -> dict[str, Any]:
+def checked(name: str, fault: LayoutFault, checks: int, seed: int) -> dict[str, Any]:
     """What this rank's checks said before the fault and from it on."""
     job = CASES[name].build(seed)
     settings = {**QUIET, **CASES[name].options}
@@ -49,7 +51,7 @@ def checked(name: str, fault: LayoutFault, seed: int) -> dict[str, Any]:
         first = scout.last_result
         handle = inject(fault, job)
         results = []
-        for _ in range(CHECKS):
+        for _ in range(checks):
             job.step()
             results.append(scout.last_result)
         handle.remove()
@@ -66,8 +68,8 @@ def checked(name: str, fault: LayoutFault, seed: int) -> dict[str, Any]:
         }
 
 
-def campaign(name: str, chosen: list[LayoutFault]) -> list[dict[str, Any]]:
-    return [checked(name, fault, seed) for seed, fault in enumerate(chosen, start=1)]
+def campaign(name: str, chosen: list[LayoutFault], checks: int) -> list[dict[str, Any]]:
+    return [checked(name, fault, checks, seed) for seed, fault in enumerate(chosen, start=1)]
 
 
 def complaints(case: LayoutCase, fault: LayoutFault, by_rank: list[dict[str, Any]]) -> list[str]:
@@ -93,8 +95,8 @@ def complaints(case: LayoutCase, fault: LayoutFault, by_rank: list[dict[str, Any
     return found
 
 
-def judge(pool: RankPool, name: str, chosen: list[LayoutFault], timeout: float) -> None:
-    told = pool.run(campaign, name, chosen, timeout=timeout)
+def judge(pool: RankPool, name: str, chosen: list[LayoutFault], checks: int, timeout: float) -> None:
+    told = pool.run(campaign, name, chosen, checks, timeout=timeout)
     wrong = {}
     for index, fault in enumerate(chosen):
         found = complaints(CASES[name], fault, [answers[index] for answers in told])
@@ -128,7 +130,7 @@ def fault_on(case: LayoutCase, rank: int, kind: Kind) -> LayoutFault:
 def test_a_fault_is_its_ranks_alone(name: str, request: pytest.FixtureRequest) -> None:
     case = CASES[name]
     chosen = [fault_on(case, rank, kind) for rank, kind in zip((1, case.ranks - 1), FEW[name], strict=True)]
-    judge(request.getfixturevalue(f"ranks{case.ranks}"), name, chosen, timeout=100)
+    judge(request.getfixturevalue(f"ranks{case.ranks}"), name, chosen, FIRST_TURNS, timeout=100)
 
 
 @pytest.mark.slow
@@ -137,4 +139,4 @@ def test_a_fault_is_its_ranks_alone(name: str, request: pytest.FixtureRequest) -
 def test_every_fault_on_every_rank(name: str, request: pytest.FixtureRequest) -> None:
     case = CASES[name]
     chosen = [fault_on(case, rank, kind) for rank in range(case.ranks) for kind in kinds_on(case, rank)]
-    judge(request.getfixturevalue(f"ranks{case.ranks}"), name, chosen, timeout=3000)
+    judge(request.getfixturevalue(f"ranks{case.ranks}"), name, chosen, ALL_TURNS, timeout=3000)

@@ -38,15 +38,23 @@ def live(job: Job) -> dict[str, Any]:
 def watch(job: Job, **options: Any) -> tuple[scout_core.Scout, list[Any], list[str]]:
     """Attach between two step hooks: the results of checks, and what they left changed."""
     before: list[dict[str, Any]] = []
+    interval = options["check_interval"]
     results: list[Any] = []
     traces: list[str] = []
 
-    def compare(*_: Any) -> None:
-        traces.extend(f"step {scout.step_count}: {key}" for key in differences(before[0], live(job)))
-        if scout.last_result is not None and (not results or results[-1] is not scout.last_result):
-            results.append(scout.last_result)
+    def due() -> bool:
+        return bool(interval) and job.steps % interval == interval - 1
 
-    job.optimizer.register_step_post_hook(lambda *_: before.__setitem__(slice(None), [live(job)]))
+    def save(*_: Any) -> None:
+        before[:] = [live(job)] if due() else []
+
+    def compare(*_: Any) -> None:
+        if not due():
+            return
+        traces.extend(f"step {scout.step_count}: {key}" for key in differences(before[0], live(job)))
+        results.append(scout.last_result)
+
+    job.optimizer.register_step_post_hook(save)
     settings = {**QUIET, **job.case.options, **options}
     scout = scout_core.attach(job.model, job.optimizer, mesh=job.mesh, **settings)
     job.optimizer.register_step_post_hook(compare)
@@ -83,7 +91,7 @@ def catalog(case: LayoutCase, rank: int) -> set[str]:
     stage, share = rank // (case.ranks // stages), LAYERS // stages
     ends = {"embedding"} if stage == 0 else set()
     ends |= {"output"} if stage == stages - 1 else set()
-    ends |= {"optimizer"} if "dp_replicate" in dict(case.dims) else set()  # sharded parameters are updated once
+    ends |= {"optimizer" if "dp_replicate" in dict(case.dims) else "owner_update"}
     return ends | {f"hidden:{layer}" for layer in range(stage * share, (stage + 1) * share)}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,56 @@ def train(
         "active": active,
         "calls": getattr(callbacks, "calls", []),
     }
+
+
+def fail_and_ask(run_dir: Path, steps: int, how: str, kind: str, accessible: bool) -> dict[str, Any]:
+    """Train to `steps` under the dynamic rule, let something happen, and ask what to go back to.
+
+    An odd interval of cycles: hidden layers take turns, so a cycle is two checks, four steps.
+    """
+    rank = dist.get_rank()
+    _, ddp, optimizer = build(rank)
+    sampler = Sampler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    delivered: list[Any] = []
+    hooks = OrchestrationHooks(report_fault=delivered.append, report_recovery=delivered.append)
+    with scout_core.attach(
+        ddp,
+        optimizer,
+        run_dir=run_dir,
+        hooks=hooks,
+        stateful={"sampler": sampler, "scheduler": scheduler},
+        durable=DurableCheckpointConfig(callbacks=TorchSaveCallbacks(), folder=run_dir / "durable"),
+        check_interval=2,
+        gemini=True,
+        certification="dynamic",
+        readiness_timeout_s=3 if how == "breaks" else 60,
+    ) as scout:
+        while scout.step_count < steps:
+            train_step(ddp, optimizer, sampler, scheduler)
+            scout._trust._gemini.settle(30)
+        happen(how, rank, scout, ddp.module, short)
+        decision = None
+        if accessible or rank == 0:  # nobody else needs to come
+            decision = scout.prepare_recovery(kind, all_ranks_accessible=accessible).model_dump(mode="json")
+    return {"decision": decision, "delivered": [value.type for value in delivered]}
+
+
+def happen(how: str, rank: int, scout: Any, model: Any, short: Any) -> None:
+    if how == "hang" and rank != 2:
+        with contextlib.suppress(RuntimeError):  # rank 2 never comes
+            dist.all_reduce(torch.ones(1), group=short)
+    elif how == "corrupt" and rank == 2:
+        misbehave("sdc", rank, model)
+    elif how == "nan":
+        misbehave("nan", rank, model)
+    elif how == "unable" and rank == 1:
+        scout._stop_checks()
+    elif how == "apart" and rank == 3:
+        scout.step_count += 1
+    elif how == "breaks" and rank == 1:
+        scout._runner.run = lambda plan: 1 / 0
 
 
 def train_with(run_dir: Path, steps: int, how: str, **more: Any) -> dict[str, Any]:

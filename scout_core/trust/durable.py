@@ -100,8 +100,11 @@ class TorchSaveCallbacks(DurableCallbacks):
         context.folder.mkdir(parents=True, exist_ok=True)
         path = context.folder / f"rank-{context.rank:05d}.pt"
         temporary = path.with_suffix(".tmp")
-        torch.save(_plain(state), temporary)
-        temporary.replace(path)
+        try:
+            torch.save(_plain(state), temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # on a full disk every byte counts
         return [path]
 
     def load_checkpoint(self, context: CheckpointContext, state: Any) -> Any:

@@ -65,11 +65,11 @@ class Shards:
             if place.exists():
                 shutil.rmtree(place)  # an earlier attempt's, or a torn one
             place.mkdir(parents=True)
-            with data.open("wb") as file:
-                file.write(copy.header)
-                file.write(copy.data.numpy().data)
-                file.flush()
-                os.fsync(file.fileno())
+            try:
+                _write_data(data, copy)
+            except OSError:
+                shutil.rmtree(place, ignore_errors=True)  # on a full disk every byte counts
+                raise
         record = ShardRecord(
             run_id=self._run_id,
             attempt=attempt,
@@ -180,6 +180,14 @@ class Shards:
     def _step_of(place: Path) -> int | None:
         digits = place.name.split("-")[1]
         return int(digits) if digits.isdecimal() else None
+
+
+def _write_data(path: Path, copy: Copy) -> None:
+    with path.open("wb") as file:
+        file.write(copy.header)
+        file.write(copy.data.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def verify_data(place: Path, record: ShardRecord) -> None:

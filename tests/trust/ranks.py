@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,9 @@ from scout_core.trust.durable import (
     TorchSaveCallbacks,
 )
 from tests.trust.job import Sampler, build, misbehave, train_step
+from tests.trust.late import seen_late
+
+_FILE_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
 class Breaking(TorchSaveCallbacks):
@@ -97,12 +101,16 @@ def train(
             if scout.step_count == at and fault == "hardware":
                 if rank == 2:
                     scout._trust.hardware_fault(at, (2,), ("a host",), taints=True)
+            elif scout.step_count == at and fault == "full":
+                if rank == 2:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (256, _FILE_LIMIT[1]))
             elif scout.step_count == at:
                 misbehave(fault, rank, model)
             train_step(ddp, optimizer, sampler, scheduler)
             if scout._trust.enabled and scout._trust._gemini is not None:
                 scout._trust._gemini.settle(30)  # so that which steps are captured does not hang on the machine's load
         decision, active = scout.last_recovery_decision, scout.active
+        resource.setrlimit(resource.RLIMIT_FSIZE, _FILE_LIMIT)
     return {
         "start": start,
         "weights": [p.clone() for p in (*model.state_dict().values(), torch.get_rng_state())] + [sampler.position],
@@ -162,6 +170,13 @@ def happen(how: str, rank: int, scout: Any, model: Any, short: Any) -> None:
         scout.step_count += 1
     elif how == "breaks" and rank == 1:
         scout._runner.run = lambda plan: 1 / 0
+
+
+def train_late(run_dir: Path, steps: int, viewer: int, writer: int, delay_s: float, **more: Any) -> dict[str, Any]:
+    """`train_with` durable checkpoints whose `writer`'s files `viewer` sees late."""
+    late = delay_s if dist.get_rank() == viewer else 0.0
+    with seen_late(lambda name: "/durable/" in name and name.endswith(f"rank-{writer:05d}.pt"), late):
+        return train_with(run_dir, steps, "save", gemini=False, **more)
 
 
 def train_with(run_dir: Path, steps: int, how: str, **more: Any) -> dict[str, Any]:

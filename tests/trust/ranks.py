@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -170,6 +172,37 @@ def happen(how: str, rank: int, scout: Any, model: Any, short: Any) -> None:
         scout.step_count += 1
     elif how == "breaks" and rank == 1:
         scout._runner.run = lambda plan: 1 / 0
+
+
+def train_on_hosts(run_dir: Path, steps: int, hosts: Sequence[str], **more: Any) -> dict[str, Any]:
+    """`train` where each rank lives on the host of this name, with a disk of the host's own."""
+    host = hosts[dist.get_rank()]
+    with patch.object(socket, "gethostname", lambda: host):
+        return train(run_dir, steps, gemini_dir=run_dir / "disks" / host, **more)
+
+
+def lose_host(hosts: Sequence[str], lost: str) -> None:
+    """The processes on a host are gone with their memory."""
+    if hosts[dist.get_rank()] == lost:
+        forget_memory()
+
+
+def ask_on_hosts(run_dir: Path, steps: int, hosts: Sequence[str], excluded: Sequence[str], **more: Any) -> Any:
+    """What a rank decides without asking the others: when it cannot reach somebody, and when its own GPU dies."""
+    rank = dist.get_rank()
+    with patch.object(socket, "gethostname", lambda: hosts[rank]):
+        _, ddp, optimizer = build(rank)
+        sampler = Sampler()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        settings = {"check_interval": 2, "gemini": True, "gemini_dir": run_dir / "disks" / hosts[rank], **more}
+        with scout_core.attach(ddp, optimizer, run_dir=run_dir, **settings) as scout:
+            while scout.step_count < steps:
+                train_step(ddp, optimizer, sampler, scheduler)
+                scout._trust._gemini.settle(30)
+            lost = scout.prepare_recovery("inaccessible", all_ranks_accessible=False)
+            dying = scout._trust.hardware_fault(scout.step_count, (rank,), tuple(excluded), taints=False)
+    forget_memory()
+    return [(one.mode, one.source, one.step) for one in (lost, dying)]
 
 
 def train_late(run_dir: Path, steps: int, viewer: int, writer: int, delay_s: float, **more: Any) -> dict[str, Any]:

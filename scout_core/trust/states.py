@@ -122,7 +122,7 @@ def advance(book: TrustBook, rules: TrustRules, boundary: Boundary) -> tuple[Tru
     covered = book.covered | (boundary.recipes & rules.catalog)
     if not rules.catalog or covered < rules.catalog:
         states[boundary.step] = TrustState.LATEST_GEMINI
-        states = _drop_older_gemini(states, boundary.step)
+        states = _drop_older_gemini(states)
         after = replace(book, states=states, latest=boundary.step, covered=covered)
         return after, Change(capture=True, state=TrustState.LATEST_GEMINI)
     promoted = book.candidates()
@@ -164,5 +164,7 @@ def _remembered(states: Mapping[int, TrustState]) -> dict[int, TrustState]:
     return kept
 
 
-def _drop_older_gemini(states: dict[int, TrustState], step: int) -> dict[int, TrustState]:
-    return {s: t for s, t in states.items() if t is not TrustState.LATEST_GEMINI or s == step}
+def _drop_older_gemini(states: dict[int, TrustState]) -> dict[int, TrustState]:
+    """Forget captures that no disk holds any more; those one may hold are to be rejected when corruption is found."""
+    gemini = sorted(s for s, t in states.items() if t is TrustState.LATEST_GEMINI)
+    return {s: t for s, t in states.items() if s not in gemini[: -2 * _KEPT_OF_A_KIND]}

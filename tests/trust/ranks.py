@@ -120,6 +120,7 @@ def train(
         "reports": [(r.kind.value, list(r.ranks), r.message) for r in scout.reports],
         "delivered": [value.type for value in delivered],
         "active": active,
+        "survivors": [copy.step for copies in trust_module._SURVIVORS.values() for _, copy in copies],
         "calls": getattr(callbacks, "calls", []),
     }
 

@@ -206,6 +206,48 @@ def ask_on_hosts(run_dir: Path, steps: int, hosts: Sequence[str], excluded: Sequ
     return [(one.mode, one.source, one.step) for one in (lost, dying)]
 
 
+def train_beside_own_callback(run_dir: Path, steps: int, order: str) -> dict[str, Any]:
+    """The job saves by itself at each step, in a hook before SCOUT's, after it, or before two of them."""
+    rank = dist.get_rank()
+    model, ddp, optimizer = build(rank)
+    sampler = Sampler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    own: dict[int, list[torch.Tensor]] = {}
+    watching: list[Any] = []
+
+    def save(*_: Any) -> None:
+        own[len(own) + 1] = [p.detach().clone() for p in model.parameters()]
+
+    if order != "after":
+        optimizer.register_step_post_hook(save)
+    callbacks = Breaking("fine", run_dir)
+    for name in ("run", "again") if order == "twice" else ("run",):
+        durable = DurableCheckpointConfig(callbacks=callbacks, folder=run_dir / name / "durable")
+        watching.append(
+            scout_core.attach(
+                ddp,
+                optimizer,
+                run_dir=run_dir / name,
+                stateful={"sampler": sampler, "scheduler": scheduler},
+                durable=durable,
+                check_interval=2,
+            )
+        )
+    if order == "after":
+        optimizer.register_step_post_hook(save)
+    while watching[0].step_count < steps:
+        train_step(ddp, optimizer, sampler, scheduler)
+    for scout in watching:
+        scout.close()
+    return {
+        "own": own,
+        "calls": callbacks.calls,
+        "counts": [scout.step_count for scout in watching],
+        "reports": [report.kind.value for scout in watching for report in scout.reports],
+        "weights": [p.clone() for p in (*model.state_dict().values(), torch.get_rng_state())] + [sampler.position],
+    }
+
+
 def train_late(run_dir: Path, steps: int, viewer: int, writer: int, delay_s: float, **more: Any) -> dict[str, Any]:
     """`train_with` durable checkpoints whose `writer`'s files `viewer` sees late."""
     late = delay_s if dist.get_rank() == viewer else 0.0

@@ -13,7 +13,7 @@ from scout_core.demo.loop import run_bounded
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(run_dir: Path, steps: int, *words: str, restarts: int = 0, ranks: int = 4, timeout: float = 120.0) -> int:
+def torchrun(run_dir: Path, steps: int, *words: str, restarts: int = 0, ranks: int = 4, timeout: float = 240.0) -> int:
     """Exit code of the launcher; its output is in `run_dir/torchrun.log`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -9,7 +9,7 @@ import pytest
 from scout_core.manager_api import RESTART_EXIT_CODE
 from tests.trust.launch import events, finals, starts, torchrun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 def test_corruption_restarts_the_job_which_ends_in_the_bits_of_a_healthy_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from scout_core.trust.manifest import ManifestStore
 from tests.distributed.pool import RankPool
-from tests.trust.ranks import forget_memory, train_with
+from tests.trust.ranks import forget_memory, train, train_with
 from tests.trust.test_loop import same
 
 pytestmark = pytest.mark.distributed
@@ -57,6 +57,16 @@ def test_the_next_cycle_promotes_it_in_both_tiers(pool: RankPool, tmp_path: Path
     assert on_disk(tmp_path / "run") == {4, 8} and judged(tmp_path / "run") == {"4@0": "RECOVERY_VERIFIED"}
     pool.run(forget_memory)
     again = pool.run(train_with, tmp_path / "run", 12, "save", **DYNAMIC)
+    assert [one["start"] for one in again] == [4] * 4 and same(again, healthy)
+    pool.run(forget_memory)
+
+
+def test_memory_copies_alone_carry_promotion_and_rejection_over_a_restart(pool: RankPool, tmp_path: Path) -> None:
+    healthy = pool.run(train, tmp_path / "healthy", 12, **DYNAMIC)
+    pool.run(train, tmp_path / "run", 10, fault="sdc", at=9, **DYNAMIC)
+    assert judged(tmp_path / "run").items() >= {"4@0": "RECOVERY_VERIFIED", "8@0": "REJECTED"}.items()
+    pool.run(forget_memory)
+    again = pool.run(train, tmp_path / "run", 12, **DYNAMIC)
     assert [one["start"] for one in again] == [4] * 4 and same(again, healthy)
     pool.run(forget_memory)
 

@@ -125,11 +125,7 @@ class Scout:
         )
         self._desk = ReportDesk(config.run_dir, hooks, first=self._peers.position == 0)
         catalog = [r.recipe_id for r in plan_all(0, 0, self._replay, self._layers, self._available).recipes]
-        self._trust = Trust(adapter, config, durable, [c for c in catalog if c != "state"], self._tell_problem)
-        self.step_count = self._trust.resume()
-        if self._peers.position == 0:
-            _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
-        self._health = self._watch_hardware(config.health) if config.health is not None else None
+        catalog = [recipe for recipe in catalog if recipe != "state"]
         self._oob = OutOfBand(
             config,
             self._peers,
@@ -139,6 +135,15 @@ class Scout:
             on_report=self._take_report,
             on_lost=self._observer_lost,
         )
+        try:  # what is loaded is checkpoint I/O too: its stalls are to be seen
+            self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
+            self.step_count = self._trust.resume()
+        except BaseException:
+            self._oob.close()
+            raise
+        if self._peers.position == 0:
+            _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
+        self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._runner.collective_digest = lambda: self._oob.digest
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
@@ -158,12 +163,18 @@ class Scout:
         """
         if not self.active:
             raise RuntimeError("SCOUT is closed or its checks have stopped on this rank; see the log for the reason")
+        result = self._replay_all()
+        if result is None:
+            raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
+        attempt("reporting", lambda: self._publish(result))
+        return result
+
+    def _replay_all(self) -> ReplayResult | None:
+        """The whole catalog, not reported yet."""
         self._manual_checks += 1
         plan = plan_all(self.step_count, self._manual_checks, self._replay, self._layers, self._available)
         result = self._check(plan)
         self._arm_next()  # the check took the hooks off that the coming step may be due to have
-        if result is None:
-            raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         return result
 
     def instrument_dataloader(self, loader: Iterable[T], *, name: str = "train") -> Iterable[T]:
@@ -184,17 +195,19 @@ class Scout:
         With all ranks accessible, every rank calls at the same boundary; for `hang` and `uncertain` the whole catalog
         is replayed first (collectives). Otherwise no collective is used. The decision is also reported to the manager.
         """
-        decision = self._trust.prepare(failure_kind, self.step_count, all_ranks_accessible, self._emergency_check)
+        before = self.last_result
+        replay = self._replay_all if self.active and self._peers.size > 1 else None
+        decision = self._trust.prepare(failure_kind, self.step_count, all_ranks_accessible, replay)
         self._deliver_decision(decision)
+        result = self.last_result
+        if result is not None and result is not before:  # the decision goes before its fault
+            attempt("reporting", lambda: self._publish(result))
         return decision
 
     @property
     def last_recovery_decision(self) -> RecoveryDecision | None:
         """The newest decision on this rank, also one that an earlier attempt left and this one followed."""
         return self._trust.last_decision
-
-    def _emergency_check(self) -> ReplayResult | None:
-        return self.check_now() if self.active and self._peers.size > 1 else None
 
     def close(self) -> None:
         """Remove every hook, end observer and monitors, close the log. Local; no collectives; may be called twice."""
@@ -266,7 +279,8 @@ class Scout:
             self._stop(plan, outcome.failure.error if outcome.failure is not None else "another rank's check broke off")
             return None
         self.last_result = result = outcome.value
-        attempt("reporting", lambda: self._publish(result))
+        if not plan.manual:
+            attempt("reporting", lambda: self._publish(result))
         if decision is not None:
             self._leave(decision)
         return result

@@ -23,6 +23,7 @@ from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.writer import Publisher
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
+_DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
 _OWN_GROUP = "scout_control"
 _KEPT_WORKS = 1024
 
@@ -266,7 +267,7 @@ def _call_site() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGES):
+        if not file.startswith(_PACKAGES) or file.startswith(_DEMO):
             return f"{os.path.basename(file)}:{frame.f_lineno}"
         if frame.f_back is None:
             break

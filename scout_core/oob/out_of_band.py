@@ -104,8 +104,8 @@ class OutOfBand:
 
     @property
     def observer_pid(self) -> int | None:
-        """Process id of this rank's observer, None without one."""
-        return self._supervisor.process.pid if self._supervisor is not None else None
+        """Process id of this rank's observer, None without one and when it was lost."""
+        return self._supervisor.process.pid if self._supervisor is not None and not self._lost else None
 
     @property
     def digest(self) -> int:

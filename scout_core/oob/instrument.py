@@ -131,22 +131,25 @@ class WatchedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         publisher, usual, name = self._publisher, self._usual, self._name
-        publisher.enter(Activity.DATALOADER, name, usual.ns)
+        publisher.enter(Activity.DATALOADER, name, 0)
         try:
             iterator = iter(self._loader)
             publisher.workers(_worker_pids(iterator))
         finally:
             publisher.leave()
+        known = 0  # the first one waits for workers that are being started: what the others take says nothing of it
         while True:
             started = time.monotonic_ns()
-            publisher.enter(Activity.DATALOADER, name, usual.ns)
+            publisher.enter(Activity.DATALOADER, name, known)
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
                 publisher.leave()
-            usual.add(time.monotonic_ns() - started)
+            if known or not usual.ns:
+                usual.add(time.monotonic_ns() - started)
+            known = usual.ns
             yield item
 
     def __len__(self) -> int:

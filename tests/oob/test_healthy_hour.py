@@ -28,7 +28,7 @@ class Rows(Dataset[torch.Tensor]):
         return 200
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((WIDTH,), float(index))
+        return torch.full((WIDTH,), index / 200)
 
 
 def odd_but_healthy(run_dir: str, duration_s: float) -> None:
@@ -41,8 +41,9 @@ def odd_but_healthy(run_dir: str, duration_s: float) -> None:
     while going.item():
         for batch in loader:
             for _ in range(draw.randrange(1, 3)):  # uneven: more passes on some ranks
-                job.model(batch[: draw.randrange(1, 5)]).sum().backward()
-            dist.all_reduce(torch.ones(4))
+                job.model(batch[: draw.randrange(1, 5)]).square().mean().backward()
+            for parameter in job.model.parameters():
+                dist.all_reduce(parameter.grad)
             job.update()
             steps += 1
             oddity(job, steps, draw, pair)
@@ -91,7 +92,8 @@ def oddity(job: TinyJob, steps: int, draw: random.Random, pair: dist.ProcessGrou
 @pytest.mark.timeout(DURATION_S + 2 * START_S)
 def test_a_healthy_job_raises_no_alarm(tmp_path: Path) -> None:
     with running(odd_but_healthy, tmp_path, DURATION_S, timeout=DURATION_S + START_S) as ranks:
-        ranks.wait(DURATION_S + START_S)
+        outcomes = ranks.wait(DURATION_S + START_S)
+    assert [outcome.exitcode for outcome in outcomes] == [0] * 4, outcomes
     done = [path.name for path in tmp_path.glob("done*")]
     assert len(done) == 4 and len({name.rpartition("-")[2] for name in done}) == 1
     assert reports(tmp_path) == []

@@ -177,6 +177,11 @@ class Scout:
         self._arm_next()  # the check took the hooks off that the coming step may be due to have
         return result
 
+    @property
+    def observer_pid(self) -> int | None:
+        """Process id of this rank's out-of-band observer; None where there is none, or it was lost."""
+        return self._oob.observer_pid
+
     def instrument_dataloader(self, loader: Iterable[T], *, name: str = "train") -> Iterable[T]:
         """The loader with its `next()` calls watched: a stall in it is told from one elsewhere. Local."""
         return self._oob.watch_loader(loader, name)

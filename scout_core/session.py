@@ -12,20 +12,18 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from scout_core.adapter import FrameworkAdapter, Layout, Surfaces
-from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
-from scout_core.consensus.readiness import name_ranks
+from scout_core.config import ReplayHarnessConfig, ScoutConfig
 from scout_core.health.config import HealthConfig
-from scout_core.health.identity import rank_identity
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
+from scout_core.meeting import meet, places
 from scout_core.oob import OutOfBand
-from scout_core.peers import PeerGroup, build_peer_group
+from scout_core.peers import PeerGroup
 from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner
 from scout_core.replay.guard import attempt, logger
@@ -103,10 +101,8 @@ class Scout:
         self._plan: Plan | None = None
         layout = adapter.layout()
         surfaces = adapter.surfaces()
-        timeout_s = config.replay.readiness_timeout_s
-        self._peers = build_peer_group(layout.peers, layout.data_group, timeout_s)
-        partners = build_peer_group(layout.lockstep or (self._peers.rank,), None, timeout_s)
-        self._places = _places(self._peers, config.replay)
+        self._peers, partners, table = meet(layout, config.replay.readiness_timeout_s)
+        self._places = places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
         self._available = _available(surfaces, layout, config.replay)
         # shards that are held once have no peer to be compared with
@@ -120,7 +116,7 @@ class Scout:
             self._peers,
             self._replay,
             partners=partners,
-            table=partners.gather(torch.tensor(layout.peers)).tolist(),
+            table=table,
             shard_peers=layout.shard_peers,
         )
         self._desk = ReportDesk(config.run_dir, hooks, first=self._peers.position == 0)
@@ -365,35 +361,6 @@ def _available(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) 
         "at_rest": layout.shard_peers and config.at_rest_interval != 0,
     }
     return tuple(name for name, found in present.items() if found)
-
-
-def _places(peers: PeerGroup, config: ReplayHarnessConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Host name and device of every peer, by position. Every peer calls; one object gather, at attach only.
-
-    Raises `ConfigError` on every peer when they were configured differently: their checks would never meet.
-    """
-    own = (socket.gethostname(), _device_name(peers.rank), config.model_dump())
-    if peers.control is None:
-        return (own[0],), (own[1],)
-    gathered: list[Any] = [None] * peers.size
-    dist.all_gather_object(gathered, own, group=peers.control)
-    for name in ReplayHarnessConfig.model_fields:
-        said: dict[str, list[int]] = {}
-        for rank, (_, _, values) in zip(peers.ranks, gathered, strict=True):
-            said.setdefault(repr(values[name]), []).append(rank)
-        if len(said) > 1:
-            groups = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in said.items())
-            raise ConfigError(f"{name} must be the same on all ranks, but it is {groups}")
-    return tuple(host for host, _, _ in gathered), tuple(device for _, device, _ in gathered)
-
-
-def _device_name(rank: int) -> str:
-    """UUID of this rank's GPU where NVML tells it, since a manager can act on that; else its CUDA ordinal, or `cpu`."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    ordinal = torch.cuda.current_device()
-    known = rank_identity(rank, ordinal)
-    return known.mig_uuid or known.uuid or f"cuda:{ordinal}"
 
 
 def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:

@@ -26,7 +26,7 @@ def report_lines(report: Report) -> Iterator[str]:
     )
     yield (
         f"decisions: {report.decision_us_per_rank / 1e3:.2f} ms of CPU a rank and check; {report.decision_s:.1f} s for "
-        f"all simulated ranks ({report.checks} checks of each cohort with a fault, 1 of {report.healthy_cohorts} others)"
+        f"all that follows ({report.checks} checks of each cohort with a fault, 1 of {report.healthy_cohorts} others)"
     )
     answers = report.answers
     yield (

@@ -272,20 +272,21 @@ def _acted(history: History, number: int, *, settled: bool = False) -> list[int]
 
 
 def _overlap(history: History, one: SimFault, other: SimFault) -> bool:
-    """Whether two faults ever concern the same recipe of the same check."""
+    """Whether two faults ever concern the same recipe of the same check; with a recipe that does not repeat itself, in
+    any check, since it is not executed any more once that is known."""
     for step, _ in history.checks:
         plan = history.model.plan(history.cohort.stage, step)
-        if plan is None or not (one.active(step) and other.active(step)):
+        if plan is None or not one.active(step):
             continue
-        if other.kind == "desync":
+        recipes = [recipe for recipe in plan.recipes if concerns(history.model, plan, recipe, one)]
+        if other.kind == "nondeterministic" and any(recipe.recipe_id == other.recipe_id for recipe in recipes):
             return True
-        for recipe in plan.recipes:
-            if not concerns(history.model, plan, recipe, one):
-                continue
-            if concerns(history.model, plan, recipe, other):
-                return True
-            if other.kind == "not_ready" and other.recipe == recipe.recipe_class:
-                return True
+        if not other.active(step):
+            continue
+        if other.kind == "desync" or any(concerns(history.model, plan, recipe, other) for recipe in recipes):
+            return True
+        if other.kind == "not_ready" and any(recipe.recipe_class == other.recipe for recipe in recipes):
+            return True
     return False
 
 

@@ -67,7 +67,7 @@ def main() -> None:
         print(f"attach {time.perf_counter() - started:.2f} s")
         extra = forward_us(model) - bare
         print(f"8 layers add {extra:.1f} us a pass: {extra / 50_000:.3%} of a 50 ms step")
-        observer = psutil.Process(scout._oob.observer_pid)
+        observer = psutil.Process(scout.observer_pid)
         before, end = observer.cpu_times(), time.monotonic() + _WATCHED_S
         while time.monotonic() < end:
             model(torch.ones(1, 8))

@@ -12,20 +12,18 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from scout_core.adapter import FrameworkAdapter, Layout, Surfaces
-from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
-from scout_core.consensus.readiness import name_ranks
+from scout_core.config import ReplayHarnessConfig, ScoutConfig
 from scout_core.health.config import HealthConfig
-from scout_core.health.identity import rank_identity
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
+from scout_core.meeting import meet, places
 from scout_core.oob import OutOfBand
-from scout_core.peers import PeerGroup, build_peer_group
+from scout_core.peers import PeerGroup
 from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner
 from scout_core.replay.guard import attempt, logger
@@ -103,10 +101,8 @@ class Scout:
         self._plan: Plan | None = None
         layout = adapter.layout()
         surfaces = adapter.surfaces()
-        timeout_s = config.replay.readiness_timeout_s
-        self._peers = build_peer_group(layout.peers, layout.data_group, timeout_s)
-        partners = build_peer_group(layout.lockstep or (self._peers.rank,), None, timeout_s)
-        self._places = _places(self._peers, config.replay)
+        self._peers, partners, table = meet(layout, config.replay.readiness_timeout_s)
+        self._places = places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
         self._available = _available(surfaces, layout, config.replay)
         # shards that are held once have no peer to be compared with
@@ -120,16 +116,12 @@ class Scout:
             self._peers,
             self._replay,
             partners=partners,
-            table=partners.gather(torch.tensor(layout.peers)).tolist(),
+            table=table,
             shard_peers=layout.shard_peers,
         )
         self._desk = ReportDesk(config.run_dir, hooks, first=self._peers.position == 0)
         catalog = [r.recipe_id for r in plan_all(0, 0, self._replay, self._layers, self._available).recipes]
-        self._trust = Trust(adapter, config, durable, [c for c in catalog if c != "state"], self._tell_problem)
-        self.step_count = self._trust.resume()
-        if self._peers.position == 0:
-            _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
-        self._health = self._watch_hardware(config.health) if config.health is not None else None
+        catalog = [recipe for recipe in catalog if recipe != "state"]
         self._oob = OutOfBand(
             config,
             self._peers,
@@ -139,6 +131,15 @@ class Scout:
             on_report=self._take_report,
             on_lost=self._observer_lost,
         )
+        try:  # what is loaded is checkpoint I/O too: its stalls are to be seen
+            self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
+            self.step_count = self._trust.resume()
+        except BaseException:
+            self._oob.close()
+            raise
+        if self._peers.position == 0:
+            _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
+        self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._runner.collective_digest = lambda: self._oob.digest
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
@@ -158,13 +159,24 @@ class Scout:
         """
         if not self.active:
             raise RuntimeError("SCOUT is closed or its checks have stopped on this rank; see the log for the reason")
+        result = self._replay_all()
+        if result is None:
+            raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
+        attempt("reporting", lambda: self._publish(result))
+        return result
+
+    def _replay_all(self) -> ReplayResult | None:
+        """The whole catalog, not reported yet."""
         self._manual_checks += 1
         plan = plan_all(self.step_count, self._manual_checks, self._replay, self._layers, self._available)
         result = self._check(plan)
         self._arm_next()  # the check took the hooks off that the coming step may be due to have
-        if result is None:
-            raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         return result
+
+    @property
+    def observer_pid(self) -> int | None:
+        """Process id of this rank's out-of-band observer; None where there is none, or it was lost."""
+        return self._oob.observer_pid
 
     def instrument_dataloader(self, loader: Iterable[T], *, name: str = "train") -> Iterable[T]:
         """The loader with its `next()` calls watched: a stall in it is told from one elsewhere. Local."""
@@ -184,17 +196,19 @@ class Scout:
         With all ranks accessible, every rank calls at the same boundary; for `hang` and `uncertain` the whole catalog
         is replayed first (collectives). Otherwise no collective is used. The decision is also reported to the manager.
         """
-        decision = self._trust.prepare(failure_kind, self.step_count, all_ranks_accessible, self._emergency_check)
+        before = self.last_result
+        replay = self._replay_all if self.active and self._peers.size > 1 else None
+        decision = self._trust.prepare(failure_kind, self.step_count, all_ranks_accessible, replay)
         self._deliver_decision(decision)
+        result = self.last_result
+        if result is not None and result is not before:  # the decision goes before its fault
+            attempt("reporting", lambda: self._publish(result))
         return decision
 
     @property
     def last_recovery_decision(self) -> RecoveryDecision | None:
         """The newest decision on this rank, also one that an earlier attempt left and this one followed."""
         return self._trust.last_decision
-
-    def _emergency_check(self) -> ReplayResult | None:
-        return self.check_now() if self.active and self._peers.size > 1 else None
 
     def close(self) -> None:
         """Remove every hook, end observer and monitors, close the log. Local; no collectives; may be called twice."""
@@ -266,7 +280,8 @@ class Scout:
             self._stop(plan, outcome.failure.error if outcome.failure is not None else "another rank's check broke off")
             return None
         self.last_result = result = outcome.value
-        attempt("reporting", lambda: self._publish(result))
+        if not plan.manual:
+            attempt("reporting", lambda: self._publish(result))
         if decision is not None:
             self._leave(decision)
         return result
@@ -346,35 +361,6 @@ def _available(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) 
         "at_rest": layout.shard_peers and config.at_rest_interval != 0,
     }
     return tuple(name for name, found in present.items() if found)
-
-
-def _places(peers: PeerGroup, config: ReplayHarnessConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Host name and device of every peer, by position. Every peer calls; one object gather, at attach only.
-
-    Raises `ConfigError` on every peer when they were configured differently: their checks would never meet.
-    """
-    own = (socket.gethostname(), _device_name(peers.rank), config.model_dump())
-    if peers.control is None:
-        return (own[0],), (own[1],)
-    gathered: list[Any] = [None] * peers.size
-    dist.all_gather_object(gathered, own, group=peers.control)
-    for name in ReplayHarnessConfig.model_fields:
-        said: dict[str, list[int]] = {}
-        for rank, (_, _, values) in zip(peers.ranks, gathered, strict=True):
-            said.setdefault(repr(values[name]), []).append(rank)
-        if len(said) > 1:
-            groups = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in said.items())
-            raise ConfigError(f"{name} must be the same on all ranks, but it is {groups}")
-    return tuple(host for host, _, _ in gathered), tuple(device for _, device, _ in gathered)
-
-
-def _device_name(rank: int) -> str:
-    """UUID of this rank's GPU where NVML tells it, since a manager can act on that; else its CUDA ordinal, or `cpu`."""
-    if not torch.cuda.is_available():
-        return "cpu"
-    ordinal = torch.cuda.current_device()
-    known = rank_identity(rank, ordinal)
-    return known.mig_uuid or known.uuid or f"cuda:{ordinal}"
 
 
 def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from scout_core.demo import __main__ as demo
+from scout_core.demo.events import CHECK_INTERVAL, Finished, Ready, Setup
 from scout_core.demo.judge import Expected, Observed, judge
 from scout_core.demo.launch import RankDied, launch, plan
-from scout_core.demo.ranks import CHECK_INTERVAL, Finished, Ready, Setup
 from scout_core.demo.scenarios import build
+from scout_core.demo.stalls import build_stalls
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 
 DEADLINE_S = 120
@@ -46,8 +47,25 @@ EXPECTED = Expected(
 RIGHT = Observed(checks=3, active=True, reports=(REPORT,), steps=1, step=4, trusted=False)
 
 
+STOPPED = SCOUTFaultReport(
+    kind=FaultKind.PROCESS_STALL,
+    severity="fatal",
+    status="Attributed",
+    scope="rank",
+    ranks=(2,),
+    evidence={"states": {}},
+    recommended_action="restart",
+    message="rank 2: process 7 is stopped",
+)
+STALL = Expected(
+    kind=FaultKind.PROCESS_STALL, ranks=(2,), status="Attributed", surfaces=(), trusted=None, says="is stopped"
+)
+STALLED = Observed(checks=None, active=True, reports=(STOPPED,), seconds=2.4)
+
+
 def test_the_right_verdict_has_no_problem() -> None:
     assert judge(EXPECTED, RIGHT) == ()
+    assert judge(STALL, STALLED) == ()
     assert judge(EXPECTED, replace(RIGHT, reports=(REPORT, REPORT))) == ()
 
 
@@ -68,6 +86,23 @@ def test_a_wrong_report_is_wrong(change: dict[str, object], says: str) -> None:
     wrong = REPORT.model_copy(update=change)
     problems = judge(EXPECTED, replace(RIGHT, reports=(wrong,)))
     assert len(problems) == 1 and says in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ranks": (1,)}, "named rank 1 instead of rank 2"),
+        ({"kind": FaultKind.PROCESS_EXIT}, "reported process_exit instead of process_stall"),
+        ({"message": "rank 2: idle"}, "does not say 'is stopped'"),
+    ],
+)
+def test_a_wrong_report_of_a_stall_is_wrong(change: dict[str, object], says: str) -> None:
+    problems = judge(STALL, replace(STALLED, reports=(STOPPED.model_copy(update=change),)))
+    assert len(problems) == 1 and says in problems[0]
+
+
+def test_a_stall_that_nobody_reports_is_wrong() -> None:
+    assert judge(STALL, replace(STALLED, reports=(), seconds=None)) == ("SCOUT did not notice the fault",)
 
 
 def test_a_second_report_that_blames_another_rank_is_wrong() -> None:
@@ -118,7 +153,7 @@ def test_where_the_ranks_run(asked: int | None, gpus: int, backend: str, ranks: 
 
 def test_scenarios_inject_on_ranks_that_exist() -> None:
     for ranks in (3, 4, 8):
-        for scenario in build(ranks, CHECK_INTERVAL):
+        for scenario in (*build(ranks, CHECK_INTERVAL), *build_stalls(ranks)):
             assert set(scenario.ranks) <= set(range(ranks))
             assert set(scenario.expected.ranks) <= set(scenario.ranks)
 
@@ -194,9 +229,9 @@ def test_a_dead_rank_is_named_and_takes_the_others_along(
 
 
 def test_a_few_faults_end_to_end(tmp_path: Path) -> None:
-    with _running(
-        "--only", "wrong-weight", "--only", "nondeterministic", "--json", "out.json", cwd=tmp_path
-    ) as process:
+    names = ["wrong-weight", "nondeterministic", "stopped-rank", "skipped-collective"]
+    chosen = [word for name in names for word in ("--only", name)]
+    with _running(*chosen, "--json", "out.json", cwd=tmp_path) as process:
         printed, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, printed + errors
     lines = printed.splitlines()
@@ -204,9 +239,11 @@ def test_a_few_faults_end_to_end(tmp_path: Path) -> None:
     assert table[2].startswith("none (healthy stretch)") and table[2].split()[-2:] == ["trusted", "right"]
     assert table[3].startswith("wrong weight") and "sdc, rank 1" in table[3] and table[3].endswith("right")
     assert table[4].startswith("nondeterministic") and "no rank blamed" in table[4] and table[4].endswith("right")
+    assert table[5].startswith("stopped process") and "process_stall, rank 2" in table[5] and table[5].endswith("right")
+    assert table[6].startswith("skipped") and "collective_desync, rank 3" in table[6] and table[6].endswith("right")
     assert "\x1b" not in printed
     outcomes = json.loads((tmp_path / "out.json").read_text())
-    assert [outcome["scenario"] for outcome in outcomes] == ["healthy", "wrong-weight", "nondeterministic"]
+    assert [outcome["scenario"] for outcome in outcomes] == ["healthy", *names]
     assert all(outcome["right"] for outcome in outcomes)
     assert outcomes[1]["reports"][0]["evidence"]["tensors"] == ["blocks.3.mix.weight"]
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from scout_core.demo import show
+from scout_core.demo.events import CHECK_INTERVAL, HEALTHY, Finished, Progress, Ready, Setup
 from scout_core.demo.launch import RankDied, count_gpus, launch, plan
-from scout_core.demo.ranks import CHECK_INTERVAL, HEALTHY, Finished, Progress, Ready, Setup
 from scout_core.demo.scenarios import Scenario, build
+from scout_core.demo.stalls import Stall, build_stalls
 
 _INTERRUPTED = 130
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup = plan(options.ranks, count_gpus(), tuple(options.only or ()))
     except ValueError as error:
         parser.error(str(error))
-    scenarios = build(setup.ranks, CHECK_INTERVAL)
+    scenarios: tuple[Scenario | Stall, ...] = (*build(setup.ranks, CHECK_INTERVAL), *build_stalls(setup.ranks))
     unknown = set(setup.only) - {scenario.name for scenario in scenarios}
     if unknown:
         known = ", ".join(scenario.name for scenario in scenarios)
@@ -49,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(outcome.problems for outcome in outcomes) else 0
 
 
-def _run(setup: Setup, scenarios: Sequence[Scenario]) -> list[show.Outcome]:
+def _run(setup: Setup, scenarios: Sequence[Scenario | Stall]) -> list[show.Outcome]:
     """Run everything on the screen; returns the outcomes in order."""
     started = time.monotonic()
-    by_name: dict[str, Scenario | None] = {HEALTHY: None, **{scenario.name: scenario for scenario in scenarios}}
+    by_name: dict[str, Scenario | Stall | None] = {HEALTHY: None, **{scenario.name: scenario for scenario in scenarios}}
     outcomes: list[show.Outcome] = []
     with show.screen() as screen, closing(launch(setup)) as events:
         screen.progress(f"starting {setup.ranks} ranks")

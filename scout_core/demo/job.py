@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +107,13 @@ class Job:
         self._draw.manual_seed(1000 * number + self.rank)
         torch.manual_seed(1000 * number + self.rank)
 
-    def step(self) -> float:
-        """Train on one batch of this rank's; every rank calls. Returns this rank's loss in nats a byte."""
-        starts = torch.randint(0, len(self._text) - CONTEXT, (BATCH,), generator=self._draw).tolist()
+    def step(self, starts: Sequence[int] | None = None) -> float:
+        """Train on one batch of this rank's; every rank calls. Returns this rank's loss in nats a byte.
+
+        `starts` are the places in the text where its sequences begin, drawn here if they are not given.
+        """
+        if starts is None:
+            starts = torch.randint(0, len(self._text) - CONTEXT, (BATCH,), generator=self._draw).tolist()
         ids = torch.stack([self._text[start : start + CONTEXT + 1] for start in starts]).long().to(self._device)
         loss = F.cross_entropy(self.ddp(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         self.optimizer.zero_grad()

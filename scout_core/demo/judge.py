@@ -11,16 +11,18 @@ from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 class Expected:
     """What SCOUT has to say of a fault, and no other thing.
 
-    `surfaces` are the surfaces of which it may name any; `tensor` a name that its evidence must hold, if any. `trusted`
-    says whether the checkpoint of the step of the report may be certified.
+    `surfaces` are the surfaces of which it may name any, empty where that is left open; `tensor` a name that its
+    evidence must hold, if any; `says` a text that its message must hold. `trusted` says whether the checkpoint of the
+    step of the report may be certified; None where no check is involved.
     """
 
     kind: FaultKind
     ranks: tuple[int, ...]
     status: str
     surfaces: tuple[str, ...]
-    trusted: bool
+    trusted: bool | None
     tensor: str | None = None
+    says: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,12 @@ class Observed:
 
     `early` are the reports before the fault was injected, `reports` those after. `steps` counts from the injection to
     the first report, at optimizer step `step`; `trusted` is the check's opinion of that step. `untrusted_early` has a
-    sentence for each check before the injection that would not be certified. `checks` counts all checks, `active` says
-    whether SCOUT still ran at the end.
+    sentence for each check before the injection that would not be certified. `checks` counts all checks, None where
+    none is due; `active` says whether SCOUT still ran at the end. `seconds` from the injection to the first report are
+    known where the observers report.
     """
 
-    checks: int
+    checks: int | None
     active: bool
     early: tuple[SCOUTFaultReport, ...] = ()
     untrusted_early: tuple[str, ...] = ()
@@ -41,6 +44,7 @@ class Observed:
     steps: int | None = None
     step: int | None = None
     trusted: bool | None = None
+    seconds: float | None = None
 
 
 def judge(expected: Expected | None, observed: Observed) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ def judge(expected: Expected | None, observed: Observed) -> tuple[str, ...]:
     for report in observed.reports:
         problems += _wrong_names(expected, report)
     problems += _wrong_place(expected, observed.reports[0])
-    if observed.trusted != expected.trusted:
+    if expected.trusted is not None and observed.trusted != expected.trusted:
         problems.append(f"the checkpoint of step {observed.step} must {'' if expected.trusted else 'not '}be trusted")
     return tuple(problems)
 
@@ -77,10 +81,12 @@ def _wrong_names(expected: Expected, report: SCOUTFaultReport) -> list[str]:
 
 def _wrong_place(expected: Expected, first: SCOUTFaultReport) -> list[str]:
     problems = []
-    if first.surface not in expected.surfaces:
+    if expected.surfaces and first.surface not in expected.surfaces:
         problems.append(f"found at {first.surface} instead of {' or '.join(expected.surfaces)}")
     if expected.tensor is not None and expected.tensor not in first.evidence.get("tensors", ()):
         problems.append(f"the evidence does not name {expected.tensor}")
+    if expected.says not in first.message:
+        problems.append(f"the message does not say {expected.says!r}")
     return problems
 
 

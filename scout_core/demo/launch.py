@@ -21,7 +21,8 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from scout_core.demo.ranks import Setup, run_rank
+from scout_core.demo.events import Setup
+from scout_core.demo.ranks import run_rank
 
 _POLL_S = 0.1
 _END_S = 5.0
@@ -85,7 +86,13 @@ def _received(receiver: Connection) -> Iterator[Any]:
 def _start(function: RankFunction, setup: Setup, sender: Connection) -> ProcessContext:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
-        function, args=(setup, sender), nprocs=setup.ranks, join=False, daemon=True, start_method="spawn"
+        # no daemons, which may have no children: loaders have workers
+        function,
+        args=(setup, sender),
+        nprocs=setup.ranks,
+        join=False,
+        daemon=False,
+        start_method="spawn",
     )
     return context
 

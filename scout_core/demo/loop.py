@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -26,7 +30,8 @@ CHECK_INTERVAL = 2
 FAULT_AFTER = 7
 FAULTY_RANK = 2
 _WEIGHT = "blocks.3.mix.weight"
-_DEADLINE_S = 300
+_DEADLINE_S = 300.0
+_END_S = 10.0
 
 
 def train(run_dir: Path, faulty: bool) -> None:
@@ -61,8 +66,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="scout-loop-") as folder:
         healthy, broken = Path(folder, "healthy"), Path(folder, "faulty")
         for run_dir, word in ((healthy, "healthy"), (broken, "faulty")):
-            if (code := _torchrun(run_dir, word)) != 0:
-                print(f"The {word} run ended with exit code {code}:\n{_tail(run_dir)}")
+            try:
+                end = f"ended with exit code {code}" if (code := _torchrun(run_dir, word)) else ""
+            except subprocess.TimeoutExpired:
+                end = f"did not end within {_DEADLINE_S:g} s"
+            if end:
+                print(f"The {word} run {end}:\n{_tail(run_dir)}")
                 return 1
         return _judge(healthy, broken)
 
@@ -96,10 +105,36 @@ def _torchrun(run_dir: Path, word: str) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if Path("/sys/class/net/lo").exists():
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with (run_dir / "log.txt").open("w") as log:
-        return subprocess.run(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=_DEADLINE_S, check=False
-        ).returncode
+    return run_bounded(command, environment, run_dir / "log.txt", _DEADLINE_S)
+
+
+def run_bounded(command: Sequence[str], environment: Mapping[str, str], log: Path, deadline_s: float) -> int:
+    """Run torchrun with its output appended to `log`; returns its exit code.
+
+    Raises `subprocess.TimeoutExpired` at the deadline. However it returns, torchrun and its workers are gone.
+    """
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            list(command), env=dict(environment), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(deadline_s)
+        finally:
+            _end_family(process)
+
+
+def _end_family(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a process and all below it: torchrun's workers have sessions of their own, beyond any group signal."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGSTOP)  # so that it starts no more of them meanwhile
+    below = psutil.Process(process.pid).children(recursive=True)
+    for one in below:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.kill()
+    process.wait()
+    psutil.wait_procs(below, timeout=_END_S)
 
 
 def _tail(run_dir: Path) -> str:

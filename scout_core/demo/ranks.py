@@ -4,73 +4,31 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import scout_core
+from scout_core.demo.events import (
+    CHECK_INTERVAL,
+    CLEAN_STEPS,
+    HEALTHY,
+    HEALTHY_STEPS,
+    PATIENCE_S,
+    Finished,
+    Progress,
+    Ready,
+    Setup,
+    Tell,
+)
 from scout_core.demo.job import Job, Snapshot
 from scout_core.demo.judge import Observed
 from scout_core.demo.scenarios import Scenario, build
-
-HEALTHY = "healthy"
-HEALTHY_STEPS = 12
-CHECK_INTERVAL = 2
-CLEAN_STEPS = 3
-"""Steps before each injection. Odd, so that the step after it is one that checks."""
-PATIENCE_S = 60.0
-"""How long a rank waits for the others before the demo fails: they share one machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What every rank needs to know. `port` is of the parent's store."""
-
-    ranks: int
-    backend: str
-    gpus: int
-    port: int
-    only: tuple[str, ...] = ()
-    run_dir: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """The ranks have met and the job is built."""
-
-    parameters: int
-    text_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """One optimizer step of the running scenario; `check` is the status of its check, if it had one."""
-
-    scenario: str
-    step: int
-    loss: float
-    injected: bool
-    check: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A scenario is over. `log` holds what SCOUT logged about failures of its own."""
-
-    scenario: str
-    observed: Observed
-    loss: float
-    injected_after: int | None = None
-    log: tuple[str, ...] = ()
-
-
-Tell = Callable[[object], None]
+from scout_core.demo.stalls import StallJob, build_stalls
 
 
 def run_rank(rank: int, setup: Setup, pipe: Connection) -> None:
@@ -102,6 +60,12 @@ def _run_all(job: Job, setup: Setup, tell: Tell) -> None:
         if not setup.only or scenario.name in setup.only:
             job.seed(number)
             _Run(job, setup, tell, log, state).faulty(scenario)
+    stalls = [stall for stall in build_stalls(setup.ranks) if not setup.only or stall.name in setup.only]
+    if stalls:
+        job.restore(state)
+        with closing(StallJob(job, setup, tell, log)) as stalled:
+            for stall in stalls:
+                stalled.run(stall)
 
 
 class _Run:

@@ -8,28 +8,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from scout_core.demo.events import CHECK_INTERVAL, CLEAN_STEPS, HEALTHY_STEPS, Finished, Progress, Setup
 from scout_core.demo.judge import Observed, judge
-from scout_core.demo.ranks import CHECK_INTERVAL, CLEAN_STEPS, HEALTHY_STEPS, Finished, Progress, Setup
 from scout_core.demo.scenarios import Scenario
+from scout_core.demo.stalls import Stall
 from scout_core.report.fault_report import SCOUTFaultReport
 
 USAGE = (
     "In your own script it is one line on every rank, after DDP and the optimizer exist:\n\n"
     "    scout = scout_core.attach(model, optimizer, check_interval=50)\n"
 )
-_HEAD = ("fault", "injected on", "SCOUT says", "surface", "steps", "checkpoint", "verdict")
+_HEAD = ("fault", "injected on", "SCOUT says", "surface", "after", "checkpoint", "verdict")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A finished scenario and its judgement; `scenario` is None for the healthy stretch."""
 
-    scenario: Scenario | None
+    scenario: Scenario | Stall | None
     finished: Finished
     problems: tuple[str, ...]
 
     @classmethod
-    def of(cls, scenario: Scenario | None, finished: Finished) -> Outcome:
+    def of(cls, scenario: Scenario | Stall | None, finished: Finished) -> Outcome:
         problems = judge(scenario.expected if scenario is not None else None, finished.observed)
         return cls(scenario=scenario, finished=finished, problems=problems)
 
@@ -148,7 +149,7 @@ def row(outcome: Outcome) -> tuple[str, ...]:
         _who(scenario.ranks, observed) if scenario is not None else "-",
         _verdict(first) if first is not None else "nothing",
         (first.surface or "-") if first is not None else "-",
-        str(observed.steps) if observed.steps is not None else "-",
+        _after(observed) or "-",
         {True: "trusted", False: "not trusted", None: "-" if scenario is not None else "trusted"}[observed.trusted]
         if not observed.untrusted_early
         else "not trusted",
@@ -161,17 +162,24 @@ def _said(observed: Observed) -> list[str]:
         return []
     first = observed.reports[0]
     later = len(observed.reports) - 1
-    plural = "s" if observed.steps != 1 else ""
+    place = f" at {first.surface}" if first.surface is not None else ""
     lines = [
-        f"  SCOUT       {_verdict(first)} at {first.surface}: {first.status} (basis: {first.basis}), "
-        f"{observed.steps} step{plural} later",
+        f"  SCOUT       {_verdict(first)}{place}: {first.status} (basis: {first.basis}), {_after(observed)} later",
         *(f"  evidence    {text}" for text in _evidence(first)),
     ]
     if later:
         lines.append(f"  and later   {later} more report{'s' if later > 1 else ''} of the same")
-    trusted = "would be trusted" if observed.trusted else "would not be trusted"
-    lines.append(f"  checkpoint  of step {observed.step} {trusted}")
+    if observed.trusted is not None:
+        trusted = "would be trusted" if observed.trusted else "would not be trusted"
+        lines.append(f"  checkpoint  of step {observed.step} {trusted}")
     return lines
+
+
+def _after(observed: Observed) -> str:
+    """How long after the injection the first report came: in steps where a check found it, else in seconds."""
+    if observed.seconds is not None:
+        return f"{observed.seconds:.1f} s"
+    return f"{observed.steps} step{'s' if observed.steps != 1 else ''}" if observed.steps is not None else ""
 
 
 def _verdict(report: SCOUTFaultReport) -> str:
@@ -201,6 +209,8 @@ def _evidence(report: SCOUTFaultReport) -> list[str]:
         lines.append(f"{recipe} took  {each}")
     if evidence.get("tensors"):
         lines.append(_difference(evidence))
+    if "states" in evidence:  # of the observers, which clear each rank by what it was doing
+        return [report.message, *(f"rank {rank}: {text}" for rank, text in report.exonerating.items())]
     cleared = next(iter(report.exonerating.items()), None)
     if cleared is not None:
         lines.append(f"{cleared[0].replace('_', ' ')}: {', '.join(map(str, cleared[1]))}")

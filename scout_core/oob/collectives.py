@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from scout_core.oob.fingerprints import Described, describe, tensor_text
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.writer import Publisher
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
+_DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
 _OWN_GROUP = "scout_control"
 _KEPT_WORKS = 1024
 
@@ -114,12 +117,43 @@ _FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
     "scatter_object_list": (_root(2, "src"), 3),
 }
 _POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
-_FUNCTIONAL: dict[str, Metadata] = {
-    "all_reduce": lambda a, k: (_tensor(a[0]), str(_argument(a, k, 1, "reduceOp", "sum")).upper()),
-    "all_gather_tensor": lambda a, k: (_tensor(a[0]), f"dim={_argument(a, k, 1, 'gather_dim')}"),
-    "reduce_scatter_tensor": lambda a, k: (_tensor(a[0]), str(_argument(a, k, 1, "reduceOp", "sum")).upper()),
-    "broadcast": lambda a, k: (_tensor(a[0]), f"src={_argument(a, k, 1, 'src')}"),
-    "all_to_all_single": _exchanged,
+
+
+def _functional_reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return _tensor(args[0]), str(_argument(args, kwargs, 1, "reduceOp", "sum")).upper()
+
+
+def _functional_gathered(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return _tensor(args[0]), f"dim={_argument(args, kwargs, 1, 'gather_dim', 0)}"
+
+
+def _functional_broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return _tensor(args[0]), f"src={_argument(args, kwargs, 1, 'src')}"
+
+
+def _functional_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    return (_tensor(args[0]),)
+
+
+_FUNCTIONAL: dict[str, tuple[Metadata, int]] = {
+    # as above; the `*_single` names came with torch 2.13, which keeps the older ones as aliases that call them
+    "all_reduce": (_functional_reduced, 2),
+    "all_gather_tensor": (_functional_gathered, 2),
+    "all_gather_tensor_autograd": (_functional_gathered, 2),
+    "all_gather_single": (_functional_gathered, 2),
+    "all_gather_single_autograd": (_functional_gathered, 2),
+    "reduce_scatter_tensor": (_functional_reduced, 3),
+    "reduce_scatter_tensor_autograd": (_functional_reduced, 3),
+    "reduce_scatter_single": (_functional_reduced, 3),
+    "reduce_scatter_single_autograd": (_functional_reduced, 3),
+    "broadcast": (_functional_broadcast, 2),
+    "all_to_all_single": (_exchanged, 3),
+    "all_to_all_single_autograd": (_exchanged, 3),
+    "all_reduce_coalesced": (_functional_reduced, 2),
+    "all_gather_into_tensor_coalesced": (_functional_tensors, 1),
+    "all_gather_single_coalesced": (_functional_tensors, 1),
+    "reduce_scatter_tensor_coalesced": (_functional_reduced, 3),
+    "reduce_scatter_single_coalesced": (_functional_reduced, 3),
 }
 
 
@@ -137,10 +171,10 @@ class CollectiveWatch:
         for name in _POINT_TO_POINT:
             self._replace_function(name, None, None)
         functional = sys.modules.get("torch.distributed._functional_collectives")
-        for name, metadata in _FUNCTIONAL.items() if functional is not None else ():
+        for name, (metadata, place) in _FUNCTIONAL.items() if functional is not None else ():
             original = getattr(functional, name, None)
             if original is not None:
-                self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, None))
+                self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, place))
         self._set(c10d.Work, "wait", self._waiting(c10d.Work.wait))
 
     def close(self) -> None:
@@ -238,6 +272,9 @@ class CollectiveWatch:
         group = kwargs.get("group")
         if group is None and place is not None and len(args) > place:
             group = args[place]
+        if isinstance(group, list) and group and isinstance(group[0], int):
+            return tuple(group)
+        group = _resolved(group)
         if not isinstance(group, c10d.ProcessGroup):
             group = c10d.group.WORLD
         if group is None:
@@ -253,6 +290,17 @@ class CollectiveWatch:
         return found[1]
 
 
+def _resolved(group: Any) -> Any:
+    """The process group behind what functional collectives take for one: a mesh, a mesh and a dimension, or a name."""
+    if isinstance(group, DeviceMesh):
+        return group.get_group()
+    if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        return group[0].get_group(group[1])
+    if isinstance(group, str):
+        return _resolve_process_group(c10d.GroupName(group))
+    return group
+
+
 def _described(name: str, metadata: Metadata, args: Sequence[Any], kwargs: dict[str, Any]) -> Described:
     try:
         found = metadata(args, kwargs)
@@ -266,7 +314,7 @@ def _call_site() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGES):
+        if not file.startswith(_PACKAGES) or file.startswith(_DEMO):
             return f"{os.path.basename(file)}:{frame.f_lineno}"
         if frame.f_back is None:
             break

@@ -12,7 +12,7 @@ from scout_core.oob.waiting import waits_of
 
 _COMMUNICATION = re.compile(
     r"connection (closed|reset)|broken pipe|timed out|timeout|socket|NCCL|gloo|remote process exited|DistBackendError"
-    r"|application timeout",
+    r"|application timeout|monitoredBarrier",  # the last is of TORCH_DISTRIBUTED_DEBUG=DETAIL
     re.IGNORECASE,
 )
 _LOADER = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)")

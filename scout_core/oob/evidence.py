@@ -11,16 +11,20 @@ from scout_core.oob.records import RankView
 from scout_core.report.fault_report import SCOUTFaultReport
 
 
-def write_bundle(
-    run_dir: Path | None, report: SCOUTFaultReport, views: Mapping[int, RankView], stacks: Mapping[int, str]
-) -> str:
-    """Write report, every rank's view (with its collective rings) and stacks by rank; the folder made for them.
+def bundle_folder(run_dir: Path | None, incident_id: str) -> Path | None:
+    """Where an incident's evidence goes; None when there is no run directory."""
+    return run_dir / "bundles" / incident_id if run_dir is not None else None
 
-    Empty when there is no run directory, or it cannot be written: a report goes out all the same.
+
+def write_bundle(
+    folder: Path | None, report: SCOUTFaultReport, views: Mapping[int, RankView], stacks: Mapping[int, str]
+) -> str:
+    """Write report, every rank's view (with its collective rings) and stacks by rank; the folder they are in.
+
+    Empty when there is none, or it cannot be written: a report goes out all the same.
     """
-    if run_dir is None:
+    if folder is None:
         return ""
-    folder = run_dir / "bundles" / report.incident_id
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(report.model_dump(mode="json"), indent=1, default=str))

@@ -18,6 +18,7 @@ from scout_core.oob.writer import Publisher
 
 T = TypeVar("T")
 _HISTORY = 64
+_NAMES = 64
 
 
 class ModelWatch:
@@ -130,22 +131,25 @@ class WatchedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         publisher, usual, name = self._publisher, self._usual, self._name
-        publisher.enter(Activity.DATALOADER, name, usual.ns)
+        publisher.enter(Activity.DATALOADER, name, 0)
         try:
             iterator = iter(self._loader)
             publisher.workers(_worker_pids(iterator))
         finally:
             publisher.leave()
+        known = 0  # the first one waits for workers that are being started: what the others take says nothing of it
         while True:
             started = time.monotonic_ns()
-            publisher.enter(Activity.DATALOADER, name, usual.ns)
+            publisher.enter(Activity.DATALOADER, name, known)
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
                 publisher.leave()
-            usual.add(time.monotonic_ns() - started)
+            if known or not usual.ns:
+                usual.add(time.monotonic_ns() - started)
+            known = usual.ns
             yield item
 
     def __len__(self) -> int:
@@ -162,7 +166,7 @@ def _worker_pids(iterator: Any) -> list[int]:
 
 
 class Checkpoints:
-    """Publishes checkpoint reads and writes, each name with its own usual duration."""
+    """Publishes checkpoint reads and writes, each of the names used lately with its own usual duration."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -172,7 +176,10 @@ class Checkpoints:
     def io(self, direction: str, name: str) -> Iterator[None]:
         """The phase `checkpoint` and the activity `read` or `write` for the length of the block."""
         publisher = self._publisher
-        usual = self._usual.setdefault(f"{direction} {name}", Usual())
+        usual = self._usual.pop(f"{direction} {name}", None) or Usual()
+        self._usual[f"{direction} {name}"] = usual
+        if len(self._usual) > _NAMES:  # a name for each step, perhaps
+            del self._usual[next(iter(self._usual))]
         activity = Activity.CHECKPOINT_READ if direction == "read" else Activity.CHECKPOINT_WRITE
         before, started = publisher.phase, time.monotonic_ns()
         publisher._phase = int(Phase.CHECKPOINT)

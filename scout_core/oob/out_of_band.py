@@ -27,7 +27,7 @@ from scout_core.oob.findings import Finding
 from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, WatchedLoader
 from scout_core.oob.layout import Farewell, Phase
 from scout_core.oob.records import Call, GroupView, RankView
-from scout_core.oob.rendezvous import Meeting, Run, meeting_of, this_run
+from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, this_run
 from scout_core.oob.seat import Seat
 from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
 from scout_core.oob.verdict import judge_calls
@@ -104,8 +104,8 @@ class OutOfBand:
 
     @property
     def observer_pid(self) -> int | None:
-        """Process id of this rank's observer, None without one."""
-        return self._supervisor.process.pid if self._supervisor is not None else None
+        """Process id of this rank's observer, None without one and when it was lost."""
+        return self._supervisor.process.pid if self._supervisor is not None and not self._lost else None
 
     @property
     def digest(self) -> int:
@@ -259,7 +259,7 @@ class OutOfBand:
                 store.set("where", f"||{error}")  # so that nobody waits for it
                 raise
             address = meeting.address
-            if address == "127.0.0.1" and self._config.hang_master_addr is None and not _one_host():
+            if address == LOCAL and not _one_host():
                 address = socket.gethostname()
             store.set("where", f"{address}|{told['listening']}|{told['note']}")
         store.wait(["where"], timedelta(seconds=timeout))

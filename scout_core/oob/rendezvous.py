@@ -12,6 +12,8 @@ from pathlib import Path
 from scout_core.config import OobConfig
 
 _LOWEST, _PORTS = 20_000, 12_000
+LOCAL = "127.0.0.1"
+"""Where the first rank's observer is for ranks of the same host; for those of others, that host's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Run:
 class Meeting:
     """TCP at `address` and `port` (0: any free port of the first rank), or the file `file`."""
 
-    address: str = "127.0.0.1"
+    address: str = LOCAL
     port: int = 0
     file: Path | None = None
 
@@ -46,16 +48,18 @@ def meeting_of(config: OobConfig, run: Run, peers: tuple[int, ...], ordinal: int
     """The rendezvous that the configuration asks for; equal on every rank of `peers`.
 
     An explicit address or port selects TCP. `hang_state_dir` alone selects a file. Under torchrun the port follows
-    from run id, restart generation and peers, so that a successor never meets its predecessor's listener.
+    from run id, restart generation and peers, so that a successor never meets its predecessor's listener. A given
+    address or port is that of the job's first rank: peers without it meet at their own first rank, at any port.
     """
+    first = peers[0] == 0
     if config.hang_master_addr is not None or config.hang_master_port is not None:
-        port = config.hang_master_port
-        address = config.hang_master_addr or run.address or "127.0.0.1"
+        port = config.hang_master_port if first or config.hang_master_port is None else 0
+        address = (config.hang_master_addr or run.address or LOCAL) if first else LOCAL
         return Meeting(address=address, port=_derived(run, peers, ordinal) if port is None else port)
     if config.hang_state_dir is not None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", run.run)[:64]
         return Meeting(file=config.hang_state_dir / f"rendezvous-{name}-{run.attempt}-{peers[0]}-{ordinal}")
-    address = run.address if run.address and peers[0] == 0 else "127.0.0.1"
+    address = run.address if run.address and first else LOCAL
     return Meeting(address=address, port=_derived(run, peers, ordinal) if torchrun else 0)
 
 

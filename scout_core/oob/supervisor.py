@@ -17,9 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from scout_core.oob.flight import write_flight_records
 from scout_core.oob.instrument import main_thread_exception
 from scout_core.oob.process import read_state
 from scout_core.oob.seat import Seat
+from scout_core.replay.guard import logger
 
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 _LOOK_S = 2.0
@@ -86,7 +88,8 @@ class Supervisor:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(timeout_s)
+            with suppress(subprocess.TimeoutExpired):  # on a machine this busy it ends a little later
+                self.process.wait(timeout_s)
         self._thread.join(timeout_s)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -123,6 +126,8 @@ class Supervisor:
     def _take(self, line: dict[str, Any]) -> None:
         if line.get("ask") == "exception":
             self.tell({"exception": main_thread_exception(self._thread_id)})
+        elif line.get("ask") == "flight":
+            self.tell({"flight": self._write_flight(Path(line["folder"]))})
         elif "report" in line:
             self._on_report(line["report"], False)
         elif "hook" in line:
@@ -130,6 +135,14 @@ class Supervisor:
             self.tell({"hooked": True})
         else:
             self._early.put(line)
+
+    def _write_flight(self, folder: Path) -> list[str]:
+        """Names of the flight records written; what torch or the disk refuses is missing from the evidence."""
+        try:
+            return list(write_flight_records(folder, self.seat.rank))
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.warning("SCOUT: no flight record of rank %d: %s", self.seat.rank, error)
+            return []
 
 
 def register_stacks(path: Path) -> Any:

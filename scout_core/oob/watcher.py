@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from scout_core.oob.channel import Channel
-from scout_core.oob.evidence import write_bundle
-from scout_core.oob.findings import Finding
-from scout_core.oob.layout import HEADER, Activity, Farewell
+from scout_core.oob.layout import Activity, Farewell, Phase
+from scout_core.oob.line import Line
 from scout_core.oob.mesh import Mesh
-from scout_core.oob.messages import SENT_CALLS, report_message, view_message, write_status
-from scout_core.oob.process import ProcessWatch, ask_for_stacks, exit_code_of, look_at_workers, read_state
+from scout_core.oob.messages import SENT_CALLS, view_message, write_status
+from scout_core.oob.process import ProcessWatch, exit_code_of, look_at_workers, read_state
 from scout_core.oob.reader import (
     Progress,
     TornRecord,
@@ -26,18 +23,15 @@ from scout_core.oob.reader import (
     read_workers,
 )
 from scout_core.oob.records import ProcessView, RankView
+from scout_core.oob.reporter import Reporter
 from scout_core.oob.seat import Seat
 from scout_core.oob.thresholds import look_every_s, threshold_s
 from scout_core.oob.verdict import judge
-from scout_core.report.event_log import EventLog
-from scout_core.report.oob_reports import oob_report
 
 _ANSWER_S = 1.0
 _ASK_AGAIN_S = 0.4
 _GRACE_S = 0.9
 _TURN_S = 0.3
-_STACKS_S = 0.5
-_HOOK_S = 0.7
 
 
 class Watcher:
@@ -46,15 +40,13 @@ class Watcher:
     def __init__(
         self, seat: Seat, channel: Channel, mesh: Mesh | None, link: Any, parent: int, wake: int, *, host: str
     ) -> None:
-        self._seat, self._channel, self._mesh, self._link = seat, channel, mesh, link
+        self._seat, self._channel = seat, channel
         self._config = seat.config
         self._host = host
         self._process = ProcessWatch(seat.pid)
-        self._parent, self._wake = parent, wake
-        self._poll = select.poll()
-        for descriptor in (parent, wake, link.descriptor):
-            self._poll.register(descriptor, select.POLLIN)
-        self.parent_gone = False
+        self._parent = parent
+        self._line = line = Line(seat.rank, seat.peers, mesh, link, parent, wake)
+        line.hear, line.answer, line.died, line.hung_up = self._hear, self._answer, self._died, self._hung_up
         self._ended = ProcessView()
         self._bye = False
         self._progress = read_progress(channel.memory)
@@ -64,15 +56,15 @@ class Watcher:
         self._gone: dict[int, RankView] = {}
         self._answers: dict[int, RankView] = {}
         self._round = 0
-        self._stacks: dict[int, str] = {}
-        self._hooked = False
         self._exception: str | None = None
-        self._open: dict[str, Any] | None = None
-        self._told: set[tuple[str, tuple[int, ...]]] = set()
-        self._reported = ""
         self._bytes_watching: int | None = None  # known at the end: sent while watching, farewells left out
-        self._log = EventLog(seat.run_dir) if seat.run_dir is not None else None
+        self._reporter = Reporter(seat, channel, line, self._process, self._status)
         self._status("watching")
+
+    @property
+    def parent_gone(self) -> bool:
+        """Whether the training process has ended."""
+        return self._line.parent_gone
 
     def run(self) -> None:
         """Watch until the training process ends, or says good-bye."""
@@ -81,11 +73,11 @@ class Watcher:
             self._pump(time.monotonic() + every, lambda: self._due())
             if not self.parent_gone and not self._bye:
                 self._look()
-        self._bytes_watching = self._mesh.bytes_sent if self._mesh is not None else 0
+        self._bytes_watching = self._line.mesh.bytes_sent if self._line.mesh is not None else 0
         if self.parent_gone:
             self._after_death()
-        elif self._mesh is not None:
-            self._tell_all({"type": "gone", "view": view_message(replace(self._view(), status="closed"))})
+        elif self._line.mesh is not None:
+            self._line.tell_all({"type": "gone", "view": view_message(replace(self._view(), status="closed"))})
             self._pump(time.monotonic() + 0.2, lambda: self.parent_gone)
         self._status("ended")
 
@@ -97,8 +89,8 @@ class Watcher:
         with suppress(TornRecord):  # a writer stopped within a write: its last whole record counts
             fresh = read_progress(self._channel.memory)
             if fresh.number != self._progress.number:
-                self._progress, self._looks, self._ask_at = fresh, 0, 0.0
-                self._close_incident()
+                self._ask_at = 0.0
+                self._progress = self._refresh(fresh)
         now = time.monotonic()
         if self._judge_at is not None and now >= self._judge_at:
             self._judge_at = None
@@ -112,8 +104,7 @@ class Watcher:
             self._looks = 0
             return
         self._looks += 1
-        enough = self._looks >= min(self._config.stall_persistence, 2) or self._quiet_s() > 2 * limit
-        if enough and now >= self._ask_at:
+        if self._looks >= self._config.stall_persistence and now >= self._ask_at:
             self._consult()
             self._ask_at = time.monotonic() + _ASK_AGAIN_S * min(1 + self._looks / 20, 10)
 
@@ -165,7 +156,8 @@ class Watcher:
     def _refresh(self, fresh: Progress) -> Progress:
         if fresh.number != self._progress.number:
             self._looks = 0
-            self._close_incident()
+            broken = read_farewell(self._channel.memory)[0] in (Farewell.COLLECTIVE_FAILED, Farewell.EXCEPTION)
+            self._reporter.progressed(failing=broken or fresh.phase is Phase.TEARDOWN)
         return fresh
 
     def _exit_code(self) -> int | None:
@@ -176,74 +168,40 @@ class Watcher:
     def _ask_exception(self) -> str:
         """The exception that the training thread handles, from a thread of that process; empty if it cannot answer."""
         self._exception = None
-        self._link.say({"ask": "exception"})
+        self._line.say({"ask": "exception"})
         self._pump(time.monotonic() + 0.25, lambda: self._exception is not None)
         return self._exception or ""
 
     # -- talking --------------------------------------------------------------------------------------------------
 
     def _pump(self, deadline: float, done: Callable[[], bool]) -> None:
-        """Answer and collect until `done`, the deadline, or the parent's death."""
-        while not done():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
-            for descriptor, _ in self._poll.poll(left * 1000):
-                if descriptor == self._parent and not self.parent_gone:
-                    self.parent_gone = True
-                    self._ended = ProcessView(state="Z", exit_code=self._exit_code())
-                    self._poll.unregister(self._parent)
-                    return
-                if descriptor == self._wake:
-                    os.read(self._wake, 4096)
-                if descriptor == self._link.descriptor:
-                    self._hear()
-            for message in self._mesh.take() if self._mesh is not None else ():
-                self._answer(message)
+        self._line.pump(deadline, done)
 
-    def _hear(self) -> None:
-        for line in self._link.hear():
-            if "exception" in line:
-                self._exception = line["exception"]
-            if line.get("bye"):
-                self._bye = True
-            if line.get("hooked"):
-                self._hooked = True
-        if self._link.closed:
-            self._poll.unregister(self._link.descriptor)
-            self._bye = self._bye or read_farewell(self._channel.memory)[0] is Farewell.CLOSED
+    def _died(self) -> None:
+        self._ended = ProcessView(state="Z", exit_code=self._exit_code())
+
+    def _hung_up(self) -> None:
+        self._bye = self._bye or read_farewell(self._channel.memory)[0] is Farewell.CLOSED
+
+    def _hear(self, line: dict[str, Any]) -> None:
+        if "exception" in line:
+            self._exception = line["exception"]
+        if line.get("bye"):
+            self._bye = True
+        self._reporter.hear(line)
 
     def _answer(self, message: dict[str, Any]) -> None:
         sender, kind = message["from"], message["type"]
         if kind == "probe":
-            self._send(sender, {"type": "view", "round": message["round"], "view": view_message(self._view())})
+            self._line.send(sender, {"type": "view", "round": message["round"], "view": view_message(self._view())})
         elif kind == "view" and message["round"] == self._round:
             self._answers[sender] = RankView.from_json(message["view"])
         elif kind == "gone":
             self._gone[sender] = RankView.from_json(message["view"])
             if self._gone[sender].status == "exited" and self._judge_at is None:
                 self._judge_at = time.monotonic() + _GRACE_S
-        elif kind == "stacks?":
-            self._send(sender, {"type": "stacks", "text": self._own_stacks()[-12000:]})
-        elif kind == "stacks":
-            self._stacks[sender] = message["text"]
-        elif kind == "claim":
-            self._told.add((message["kind"], tuple(message["ranks"])))
-        elif kind == "report":
-            self._note_report(message["report"])
-        elif kind == "hook":
-            if self._hook_here(message["report"]):
-                self._send(sender, {"type": "hooked"})
-        elif kind == "hooked":
-            self._hooked = True
-
-    def _send(self, rank: int, message: dict[str, Any]) -> bool:
-        return self._mesh is not None and self._mesh.send(rank, message)
-
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for rank in self._seat.peers:
-            if rank != self._seat.rank:
-                self._send(rank, message)
+        else:
+            self._reporter.answer(message)
 
     # -- judging --------------------------------------------------------------------------------------------------
 
@@ -252,14 +210,14 @@ class Watcher:
         views = self._gather(_ANSWER_S)
         finding = judge(list(views.values()), self._seat.peers)
         if finding is not None and not self.parent_gone:
-            self._report(finding, views, _TURN_S)
+            self._reporter.report(finding, views, _TURN_S)
 
     def _gather(self, timeout_s: float) -> dict[int, RankView]:
         self._round += 1
         self._answers = {}
         expected = set(self._seat.peers) - {self._seat.rank} - set(self._gone)
         for rank in sorted(expected):
-            if not self._send(rank, {"type": "probe", "round": self._round}):
+            if not self._line.send(rank, {"type": "probe", "round": self._round}):
                 expected.discard(rank)
         own = self._view()
         self._pump(time.monotonic() + timeout_s, lambda: expected <= set(self._answers) | set(self._gone))
@@ -273,115 +231,26 @@ class Watcher:
         self._pump_dead(started + 0.05)
         view = self._view()
         if view.farewell == "closed" and not view.process.exit_code:
-            self._tell_all({"type": "gone", "view": view_message(replace(view, status="closed"))})
+            self._line.tell_all({"type": "gone", "view": view_message(replace(view, status="closed"))})
             self._pump_dead(time.monotonic() + 0.1)
             return
         self._gone[self._seat.rank] = view
-        self._tell_all({"type": "gone", "view": view_message(view)})
+        self._line.tell_all({"type": "gone", "view": view_message(view)})
         self._pump_dead(started + 0.7)
         views = self._gather(0.25)
         views[self._seat.rank] = view
         finding = judge(list(views.values()), self._seat.peers)
         if finding is not None:
-            self._report(finding, views, 0.1)
+            self._reporter.report(finding, views, 0.1)
         self._pump_dead(time.monotonic() + 0.05)
 
     def _pump_dead(self, deadline: float) -> None:
         self._pump(deadline, lambda: False)
 
-    # -- reporting ------------------------------------------------------------------------------------------------
-
-    def _report(self, finding: Finding, views: dict[int, RankView], turn_s: float) -> None:
-        """Report once for all observers: the first in order does, the next ones take over if it does not."""
-        key = (finding.kind, finding.ranks)
-        if key in self._told or (self._open is not None and finding.kind != "process_exit"):
-            return
-        order = sorted(
-            (r for r in views if views[r].status != "closed"),
-            key=lambda r: (views[r].status != "alive", r in finding.ranks, not views[r].stalled, r),
-        )
-        turn = min(order.index(self._seat.rank) if self._seat.rank in order else len(order), 4)
-        told = len(self._told)
-        self._pump(time.monotonic() + turn_s * turn, lambda: len(self._told) != told)
-        if len(self._told) != told or (self.parent_gone and views[self._seat.rank].status == "alive"):
-            return
-        self._tell_all({"type": "claim", "kind": finding.kind, "ranks": list(finding.ranks)})
-        secondary = self._open["incident_id"] if self._open is not None else ""
-        ordinal = self._progress.number
-        report = oob_report(finding, run=self._seat.run, ordinal=ordinal, secondary_to=secondary)
-        record = report.model_dump(mode="json")
-        self._reported = report.incident_id
-        self._collect_stacks(finding, views)
-        record["evidence"]["bundle"] = write_bundle(self._seat.run_dir, report, views, self._stacks)
-        self._note_report(record)
-        self._tell_all({"type": "report", "report": report_message(record)})
-        if self._log is not None:
-            with suppress(OSError):
-                self._log.append(record)
-        self._deliver(report_message(record), order)
-
-    def _collect_stacks(self, finding: Finding, views: dict[int, RankView]) -> None:
-        """Python stacks of the first rank named and of one that is not, before anybody ends them."""
-        living = [rank for rank in sorted(views) if views[rank].status == "alive"]
-        chosen = [r for r in living if r in finding.ranks][:1] + [r for r in living if r not in finding.ranks][:1]
-        self._stacks = {}
-        for rank in chosen:
-            if rank != self._seat.rank:
-                self._send(rank, {"type": "stacks?"})
-        if self._seat.rank in chosen:
-            self._stacks[self._seat.rank] = self._own_stacks()
-        self._pump(time.monotonic() + _STACKS_S, lambda: set(chosen) <= set(self._stacks))
-
-    def _own_stacks(self) -> str:
-        number = HEADER.unpack_from(self._channel.memory, 0)[-1]
-        threads = "\n".join(self._process.threads()[:64])
-        stacks = ask_for_stacks(self._seat.pid, number, self._seat.stacks, _STACKS_S * 0.6)
-        return f"{stacks}\nthreads (state, wait channel):\n{threads}"
-
-    def _note_report(self, record: dict[str, Any]) -> None:
-        """An incident is open for this observer too, whoever reported it."""
-        self._told.add((record["kind"], tuple(record["ranks"])))
-        if self._open is None:
-            self._open = record
-        self._status("incident", record["message"])
-        if not self.parent_gone:
-            self._link.say({"report": record})
-
-    def _deliver(self, record: dict[str, Any], order: list[int]) -> None:
-        """Hand the report to the manager's hook in the first process that is able to run it."""
-        if not self.parent_gone and self._hook_here(record):
-            return
-        for rank in order:
-            if rank == self._seat.rank or rank in record["ranks"]:
-                continue
-            self._hooked = False
-            if self._send(rank, {"type": "hook", "report": record}):
-                self._pump(time.monotonic() + _HOOK_S, lambda: self._hooked)
-                if self._hooked:
-                    return
-
-    def _hook_here(self, record: dict[str, Any]) -> bool:
-        self._hooked = False
-        self._link.say({"hook": record})
-        self._pump(time.monotonic() + _HOOK_S, lambda: self._hooked)
-        return self._hooked
-
-    def _close_incident(self) -> None:
-        """Progress again: the incident is over, and a second one will be reported."""
-        if self._open is None:
-            return
-        record, self._open = self._open, None
-        self._told.clear()
-        if self._log is not None and record["incident_id"] == self._reported:
-            with suppress(OSError):
-                self._log.append({"type": "incident_closed", "incident_id": record["incident_id"]})
-        self._link.say({"closed": record["incident_id"]})
-        self._status("watching")
-
     def _status(self, state: str, message: str = "") -> None:
         """The status file of this rank, replaced as a whole."""
         path = self._seat.state_dir / f"observer-{self._seat.rank}.json"
-        sent = (self._mesh.bytes_sent, self._mesh.bytes_received) if self._mesh is not None else (0, 0)
+        sent = (self._line.mesh.bytes_sent, self._line.mesh.bytes_received) if self._line.mesh is not None else (0, 0)
         write_status(
             path,
             {

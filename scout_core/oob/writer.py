@@ -276,7 +276,9 @@ class Publisher:
     def _name_index(self, name: str) -> int:
         index = self._names.get(name)
         if index is None:
-            index = len(self._names) % NAMES
+            if len(self._names) >= NAMES:
+                self._names.clear()
+            index = len(self._names)
             self._names[name] = index
             data = name.encode(errors="replace")[: NAME_BYTES - 1]
             offset = name_offset(index)

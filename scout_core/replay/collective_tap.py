@@ -54,7 +54,7 @@ _INPUTS: dict[str, int | None] = {
     "_c10d_functional.broadcast": 0,
     "_c10d_functional.broadcast_": 0,
 }
-_ROOTED = ("broadcast", "scatter")
+_ROOTED = ("c10d.broadcast_", "c10d.scatter_", "_c10d_functional.broadcast", "_c10d_functional.broadcast_")
 _POINT_TO_POINT = ("c10d.send", "c10d.recv_", "c10d.recv_any_source_")
 _DESUGARED = ("DTensor", "AsyncCollectiveTensor")
 _WAIT = "_c10d_functional.wait_tensor"
@@ -157,7 +157,7 @@ class CollectiveTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _contribution(self, name: str, args: tuple[Any, ...], group: Any) -> list[torch.Tensor]:
         place = _INPUTS[name]
-        if place is None or (any(kind in name for kind in _ROOTED) and not _is_root(args, group)):
+        if place is None or (name in _ROOTED and not _is_root(args, group)):
             return []
         return _tensors(args[place])
 

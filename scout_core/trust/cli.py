@@ -41,7 +41,8 @@ def _ls(folder: Folder, as_json: AsJson = False) -> None:
         for m in manifests
     ]
     for place, record in _shards(folder, refused):
-        rows.append({"source": "gemini", "step": record.step, "state": record.state, "id": str(place), "reason": ""})
+        state = _became(folder, record)
+        rows.append({"source": "gemini", "step": record.step, "state": state, "id": str(place), "reason": ""})
     if as_json:
         print(json.dumps({"checkpoints": rows, "refused": [str(error) for error in refused]}))
     else:
@@ -135,6 +136,16 @@ def _shards(folder: Path, refused: list[UntrustedFile]) -> Iterator[tuple[Path, 
             yield path.parent, read_record(path, ShardRecord)
         except UntrustedFile as error:
             refused.append(error)
+
+
+def _became(folder: Path, shard: ShardRecord) -> str:
+    """The state of a shard: what the run's record says became of it, else its own."""
+    try:
+        run = read_record(folder / "run.json", RunRecord)
+    except UntrustedFile:
+        return shard.state
+    known = run.judgement(shard.step, shard.attempt) if run.run_id == shard.run_id else None
+    return shard.state if known is None else known.value
 
 
 def _told(what: str, problems: list[str]) -> list[str]:

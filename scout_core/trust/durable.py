@@ -6,10 +6,10 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,8 +72,9 @@ class DurableCheckpointConfig:
     """Connects trust to framework-owned checkpoints. `callbacks` None: those of the framework's adapter.
 
     `interval` counts optimizer steps; a durable checkpoint is written at the first accepted check at or after each
-    multiple. `manifest_folder` must be as durable as `folder`; None: the run's own. `visibility_s` bounds how long the
-    manifest writer waits for other hosts' files to appear.
+    multiple; under the dynamic rule, at the first that completes a cycle. `manifest_folder` must be as durable as
+    `folder`; None: the run's own. `visibility_s` bounds how long a rank waits for other hosts' files to appear,
+    `save_timeout_s` how long all wait for the slowest rank to have written or read its own.
     """
 
     folder: Path
@@ -81,12 +82,15 @@ class DurableCheckpointConfig:
     interval: int = 1
     manifest_folder: Path | None = None
     visibility_s: float = 30.0
+    save_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise ValueError(f"interval={self.interval} must be at least 1 optimizer step")
         if self.visibility_s < 0:
             raise ValueError(f"visibility_s={self.visibility_s} must not be negative")
+        if self.save_timeout_s <= 0:
+            raise ValueError(f"save_timeout_s={self.save_timeout_s} must be above 0")
 
 
 class TorchSaveCallbacks(DurableCallbacks):
@@ -96,8 +100,11 @@ class TorchSaveCallbacks(DurableCallbacks):
         context.folder.mkdir(parents=True, exist_ok=True)
         path = context.folder / f"rank-{context.rank:05d}.pt"
         temporary = path.with_suffix(".tmp")
-        torch.save(_plain(state), temporary)
-        temporary.replace(path)
+        try:
+            torch.save(_plain(state), temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # on a full disk every byte counts
         return [path]
 
     def load_checkpoint(self, context: CheckpointContext, state: Any) -> Any:
@@ -143,21 +150,38 @@ def _untext(data: torch.Tensor) -> Any:
     return json.loads(bytes(data.tolist()))
 
 
-class GuardedCallbacks:
-    """The callbacks as SCOUT calls them: the wrong rank or a collective where none may be is an error at once."""
+class CheckpointIo(Protocol):
+    """How the out-of-band path is told that a block reads or writes a checkpoint."""
 
-    def __init__(self, callbacks: DurableCallbacks, rank: int, writer: int) -> None:
+    def __call__(self, direction: Literal["read", "write"], name: str) -> AbstractContextManager[None]: ...
+
+
+def unwatched(direction: Literal["read", "write"], name: str) -> AbstractContextManager[None]:
+    """Nobody is told."""
+    return nullcontext()
+
+
+class GuardedCallbacks:
+    """The callbacks as SCOUT calls them: the wrong rank or a collective where none may be is an error at once.
+
+    `io` lets the out-of-band path know for how long a rank is in one of them.
+    """
+
+    def __init__(self, callbacks: DurableCallbacks, rank: int, writer: int, io: CheckpointIo = unwatched) -> None:
+        self._io = io
         self._callbacks = callbacks
         self._rank = rank
         self._writer = writer
 
     def save(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
         """`save_candidate`. Every rank calls; collectives allowed."""
-        return self._callbacks.save_candidate(context, state)
+        with self._io("write", "save_candidate"):
+            return self._callbacks.save_candidate(context, state)
 
     def load(self, context: CheckpointContext, state: Any) -> Any:
         """`load_checkpoint`. Every rank calls; collectives allowed."""
-        return self._callbacks.load_checkpoint(context, state)
+        with self._io("read", "load_checkpoint"):
+            return self._callbacks.load_checkpoint(context, state)
 
     def commit(self, context: CheckpointContext) -> None:
         """`commit_candidate`. The manifest writer calls; a collective inside raises `CallbackContractError`."""
@@ -170,7 +194,7 @@ class GuardedCallbacks:
     def _alone(self, name: str, call: Callable[[], None]) -> None:
         if self._rank != self._writer:
             raise CallbackContractError(f"{name} runs on the manifest writer (rank {self._writer}) only")
-        with no_collectives(name):
+        with self._io("write", name), no_collectives(name):
             call()
 
 

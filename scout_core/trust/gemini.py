@@ -11,7 +11,7 @@ import torch
 
 from scout_core.trust.channel import JobChannel, partners
 from scout_core.trust.memory import Capture, Copy, HostMemory
-from scout_core.trust.shard import Shards
+from scout_core.trust.shard import Judge, Shards
 from scout_core.trust.states import TrustState
 
 logger = logging.getLogger("scout")
@@ -34,15 +34,20 @@ class Gemini:
         attempt: int,
         hosts: list[str],
         flush_interval: int,
+        judge: Judge = lambda step, attempt: None,
     ) -> None:
+        """`judge` says what became of a capture since; it is asked on the background thread."""
         self.memory = memory
         self.held: Copy | None = None
         self.failure: str | None = None
+        self.kept = -1
+        self._judge = judge
         self._shards = shards
         self._channel = channel
         self._rank = rank
         self._attempt = attempt
         self._ring = partners(hosts, rank) if channel is not None and channel.size > 1 else None
+        self._replicates = self._ring is not None
         self._flush_interval = flush_interval
         self._captures = 0
         self._capture: Capture | None = None
@@ -59,10 +64,26 @@ class Gemini:
         self._capture = self.memory.begin(step, state, training_state)
         self._captures += 1
         flush = self._flush_interval > 0 and self._captures % self._flush_interval == 0
+        flush = flush or state is TrustState.CANDIDATE  # memory holds it no longer when the next cycle promotes it
         self._thread = threading.Thread(
             target=self._finish, args=(self._capture, flush), name="scout-gemini", daemon=True
         )
         self._thread.start()
+
+    def take_failure(self) -> str | None:
+        """What went wrong since the last call, if anything did. On the training thread."""
+        failure, self.failure = self.failure, None
+        return failure
+
+    def copies(self) -> list[Copy]:
+        """The newest complete copies, own and held, that were not rejected since, each with what became of it."""
+        found = []
+        for copy in (self.memory.latest, self.held):
+            state = None if copy is None else self._judge(copy.step, self._attempt)
+            if copy is not None and state is not TrustState.REJECTED:
+                copy.state = state or copy.state
+                found.append(copy)
+        return found
 
     def hold(self) -> None:
         """Before an optimizer step writes: on CUDA, the training stream waits for the copies, the host does not."""
@@ -82,15 +103,20 @@ class Gemini:
         if shards is None:
             return
         with self._disk:
-            for copy in (self.memory.latest, self.held):
-                if copy is None or not copy.intact():
+            written = set()
+            for copy in self.copies():
+                if not copy.intact():
                     continue
                 try:
                     shards.write(copy, self._attempt, self._rank)
-                    shards.prune(copy.owner, self._rank)
+                    shards.prune(copy.owner, self._rank, self._judge)
+                    written.add((copy.owner == self._rank, copy.step))
                 except OSError as error:
                     self.failure = f"flushing step {copy.step} to {shards.folder} failed: {error}"
                     logger.error("SCOUT: %s", self.failure)
+            own = next((step for mine, step in written if mine), None)
+            if own is not None and (not self._replicates or (False, own) in written):
+                self.kept = own
 
     def _finish(self, capture: Capture, flush: bool) -> None:
         copy = capture.finish()

@@ -117,29 +117,45 @@ def verify(manifest: Manifest) -> list[str]:
 
 
 def await_visible(
-    folder: Path, files: Sequence[ManifestFile], deadline_s: float, sleep: Callable[[float], None] = time.sleep
+    folder: Path,
+    files: Sequence[ManifestFile],
+    deadline_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    content: bool = True,
 ) -> list[str]:
-    """Wait until every file is visible with its size and content; returns what still is not after `deadline_s`.
+    """Wait until every file is visible with its size and, if `content`, its bytes; returns what is not in time.
 
-    Shared storage may show a file to other hosts only after seconds. Local; runs on the manifest writer.
+    Shared storage may show a file to other hosts only after seconds. Local. Before a load only sizes are waited for:
+    what is wrong in a file long written does not mend.
     """
     deadline = time.monotonic() + deadline_s
+    look = _problem if content else _absence
     pending = list(files)
     while True:
-        pending = [file for file in pending if _problem(folder, file) is not None]
+        pending = [file for file in pending if look(folder, file) is not None]
         if not pending:
             return []
         if time.monotonic() >= deadline:
-            return [text for file in pending if (text := _problem(folder, file)) is not None]
+            return [text for file in pending if (text := look(folder, file)) is not None]
         sleep(_POLL_S)
 
 
-def _problem(folder: Path, file: ManifestFile) -> str | None:
+def _absence(folder: Path, file: ManifestFile) -> str | None:
     path = folder / file.path
     try:
         size = path.stat().st_size
-        if size != file.bytes:
-            return f"{path} (rank {file.rank}) has {size} bytes instead of {file.bytes}"
+    except OSError as error:
+        return f"{path} (rank {file.rank}) cannot be read: {error.strerror}"
+    return None if size == file.bytes else f"{path} (rank {file.rank}) has {size} bytes instead of {file.bytes}"
+
+
+def _problem(folder: Path, file: ManifestFile) -> str | None:
+    absent = _absence(folder, file)
+    if absent is not None:
+        return absent
+    path = folder / file.path
+    try:
         if file_digest(path) != file.digest:
             return f"{path} (rank {file.rank}) has other content than was written"
     except OSError as error:

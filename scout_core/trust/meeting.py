@@ -10,20 +10,25 @@ from typing import Any
 from scout_core.config import ConfigError, TrustConfig
 from scout_core.peers import Coordinates
 from scout_core.trust.channel import JobChannel
+from scout_core.trust.durable import DurableCheckpointConfig
 from scout_core.trust.files import bytes_digest
 from scout_core.trust.run_record import RunFolder, RunRecord
 
 
-def meet(channel: JobChannel, place: Coordinates, config: TrustConfig) -> tuple[list[str], str]:
+def meet(
+    channel: JobChannel, place: Coordinates, config: TrustConfig, durable: DurableCheckpointConfig | None
+) -> tuple[list[str], str]:
     """Host of every rank, and the digest of the job's topology. Every rank calls; one gather of JSON.
 
-    Raises `ConfigError` on every rank when their trust settings differ.
+    A host is what `socket.gethostname()` calls it, as everywhere in SCOUT: two ranks that say the same name share
+    memory and disk, and go together. Raises `ConfigError` on every rank when their trust settings differ.
     """
-    own = {"host": socket.gethostname(), "place": asdict(place)}
+    own: dict[str, Any] = {"host": socket.gethostname(), "place": asdict(place)}
     own["trust"] = config.model_dump(mode="json", exclude={"gemini_dir"})
+    own["durable"] = None if durable is None else [durable.interval, durable.visibility_s, durable.save_timeout_s]
     told = channel.gather_json(own)
     for rank, one in enumerate(told):
-        if one["trust"] != told[0]["trust"]:
+        if (one["trust"], one["durable"]) != (told[0]["trust"], told[0]["durable"]):
             raise ConfigError(f"trust settings must be the same on all ranks, but rank {rank} has others than rank 0")
     topology = bytes_digest(json.dumps([one["place"] for one in told], allow_nan=False).encode())
     return [one["host"] for one in told], topology

@@ -9,6 +9,7 @@ from scout_core.adapter import FrameworkAdapter
 from scout_core.replay.guard import attempt, logger
 from scout_core.trust.channel import JobChannel
 from scout_core.trust.decision import RecoveryDecision
+from scout_core.trust.durable import CheckpointIo, unwatched
 from scout_core.trust.holdings import Complete, Holding, LocalHoldings, complete_steps, fetch
 from scout_core.trust.run_record import RunFolder, RunRecord
 from scout_core.trust.saver import DurableTier, Problem
@@ -41,6 +42,7 @@ class Resumer:
     durable: DurableTier | None
     local: LocalHoldings
     adapter: FrameworkAdapter
+    io: CheckpointIo = unwatched
     problems: list[Problem] = field(default_factory=list)
 
     def run(self) -> Resumed:
@@ -108,7 +110,7 @@ class Resumer:
                 Available(
                     source="gemini",
                     step=step.step,
-                    state=step.state,
+                    state=self.record.judgement(step.step, step.attempt) or step.state,
                     run_id=self.record.run_id,
                     topology_digest=self.topology,
                     load_failures=self.record.loads.get(str(step.step), 0),
@@ -149,7 +151,8 @@ class Resumer:
             key = str(wanted.step)
             self._keep_loads({**self.record.loads, key: self.record.loads.get(key, 0) + 1})
             chosen = next(c for c in complete if c.step == wanted.step)
-            copy, problems = fetch(self.local, chosen, self.channel)
+            with self.io("read", "gemini"):
+                copy, problems = fetch(self.local, chosen, self.channel)
             if problems or copy is None:
                 # a damaged part is refused from now on, so the same step may yet be complete without it
                 self._keep_loads({**self.record.loads, key: self.record.loads[key] - 1})

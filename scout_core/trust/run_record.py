@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,15 +12,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from scout_core.trust.decision import RecoveryDecision
 from scout_core.trust.files import UntrustedFile, read_record, write_record
+from scout_core.trust.states import TrustState
 
 RESTART_EXIT_CODE = 75
 """How a job leaves that asks to be restarted (sysexits' EX_TEMPFAIL); any code but 0 makes torchrun restart it."""
 STOP_EXIT_CODE = 78
 """How a job leaves that should not be restarted as it is; further attempts leave with it at once."""
+_JUDGED = 64
 
 
 class RunRecord(BaseModel):
-    """What outlives an attempt. `loads` counts failed loads of GEMINI steps, `failed_step` where it last went wrong."""
+    """What outlives an attempt. `loads` counts failed loads of GEMINI steps, `failed_step` where it last went wrong.
+
+    `judged` says what became of GEMINI captures after they were written, by `step@attempt`. It is one record for the
+    whole job, so that no restart finds a step promoted on some ranks and not on others.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -30,7 +37,18 @@ class RunRecord(BaseModel):
     restarts_used: int = Field(default=0, ge=0)
     failed_step: int = Field(default=0, ge=0)
     loads: dict[str, int] = Field(default_factory=dict)
+    judged: dict[str, Literal["RECOVERY_VERIFIED", "REJECTED"]] = Field(default_factory=dict)
     stopped: bool = False
+
+    def judgement(self, step: int, attempt: int) -> TrustState | None:
+        """What became of the capture of a step in an attempt; None: what its shards say."""
+        found = self.judged.get(f"{step}@{attempt}")
+        return None if found is None else TrustState(found)
+
+    def with_judgement(self, state: TrustState, steps: Sequence[int]) -> RunRecord:
+        """The record after this attempt's captures of `steps` were promoted or rejected. Bounded."""
+        judged = {**self.judged, **{f"{step}@{self.attempt}": state.value for step in steps}}
+        return self.model_validate({**self.model_dump(), "judged": dict(list(judged.items())[-_JUDGED:])})
 
 
 class RunFolder:
@@ -68,6 +86,10 @@ class RunFolder:
     def decide(self, decision: RecoveryDecision) -> None:
         """Publish the decision for the next attempt. Raises `OSError`."""
         write_record(self.decision_path, decision)
+
+    def withdraw(self) -> None:
+        """Take a decision back: the job went on without a restart. Raises `OSError`."""
+        self.decision_path.unlink(missing_ok=True)
 
     def take_decision(self, run_id: str) -> tuple[RecoveryDecision | None, str | None]:
         """The decision an earlier attempt left, taken away so that it serves once; or why it is refused."""

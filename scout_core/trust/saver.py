@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scout_core.replay.guard import attempt
+from scout_core.replay.guard import Outcome, attempt
 from scout_core.trust.channel import JobChannel
-from scout_core.trust.durable import CheckpointContext, DurableCheckpointConfig, GuardedCallbacks
+from scout_core.trust.durable import (
+    CheckpointContext,
+    CheckpointIo,
+    DurableCheckpointConfig,
+    GuardedCallbacks,
+    unwatched,
+)
 from scout_core.trust.files import UntrustedFile
 from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, await_visible, describe, verify
 from scout_core.trust.states import LOAD_FAILURES_ALLOWED, TrustState
@@ -38,14 +44,21 @@ class Lineage:
 class DurableTier:
     """The durable checkpoints of this run. Rank 0 is the manifest writer."""
 
-    def __init__(self, config: DurableCheckpointConfig, manifests: Path, channel: JobChannel, lineage: Lineage) -> None:
+    def __init__(
+        self,
+        config: DurableCheckpointConfig,
+        manifests: Path,
+        channel: JobChannel,
+        lineage: Lineage,
+        io: CheckpointIo = unwatched,
+    ) -> None:
         assert config.callbacks is not None, "Trust fills in the adapter's"
         self.store = ManifestStore(config.manifest_folder or manifests)
         self._config = config
         self._channel = channel
         self._lineage = lineage
         self._writer = channel.rank == 0
-        self._calls = GuardedCallbacks(config.callbacks, channel.rank, 0)
+        self._calls = GuardedCallbacks(config.callbacks, channel.rank, 0, io)
         self._last_saved = 0
 
     def resume_at(self, step: int) -> None:
@@ -144,16 +157,30 @@ class DurableTier:
             self.store.update(checkpoint_id, open_loads=0, load_failures=0)
 
     def load(self, checkpoint_id: str, present: Any) -> tuple[Any, list[str]]:
-        """This rank's verified state, or every rank's reasons why not. Every rank calls."""
+        """This rank's verified state, or every rank's reasons why not. Every rank calls; collectives: gathers, those
+        of the callback.
 
-        def read() -> Any:
-            manifest = self.store.read(checkpoint_id)
+        The manifest writer tells the manifest, since its file may not be visible to other hosts yet; each rank waits
+        up to `visibility_s` for all files, since frameworks read more than their own, and verifies its own.
+        """
+        known = attempt("reading a manifest", lambda: self.store.read(checkpoint_id)) if self._writer else Outcome()
+        told = self._channel.gather_json(
+            {"manifest": None if known.value is None else known.value.model_dump_json(),
+             "error": None if known.failure is None else known.failure.error}
+        )[0]  # fmt: skip
+        if told["manifest"] is None:
+            return None, [f"rank 0: {told['error']}"]
+        manifest = Manifest.model_validate_json(told["manifest"])
+
+        def read() -> Manifest:
             own = [file for file in manifest.files if file.rank == self._channel.rank]
-            problems = verify(manifest.model_copy(update={"files": tuple(own), "world_size": 0}))
+            folder = Path(manifest.folder)
+            problems = await_visible(folder, manifest.files, self._config.visibility_s, content=False)
+            problems = problems or verify(manifest.model_copy(update={"files": tuple(own), "world_size": 0}))
             if not own:
                 problems = [f"the shard of rank {self._channel.rank} is missing"]
             if problems:
-                raise UntrustedFile(Path(manifest.folder), "; ".join(problems))
+                raise UntrustedFile(folder, "; ".join(problems))
             return manifest
 
         verified = attempt("verifying a checkpoint", read)

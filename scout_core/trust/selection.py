@@ -26,12 +26,15 @@ class Available:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What happened, to whom and when. `emergency` is what the replay after a hang came to, if one was run."""
+    """What happened, to whom and when. `emergency` is what the replay after a hang came to, if one was run; `note` says
+    why it was not clean.
+    """
 
     kind: FailureKind
     step: int
     all_ranks_accessible: bool = True
     emergency: Emergency | None = None
+    note: str = ""
     run_id: str = ""
     attempt: int = 0
     topology_digest: str = ""
@@ -61,8 +64,9 @@ def select_recovery(failure: Failure, available: Sequence[Available]) -> Recover
         why += "; no complete GEMINI checkpoint, so the newest verified one"
     verified = [a for a in usable if a.state is TrustState.RECOVERY_VERIFIED]
     if verified:
-        # at one step prefer memory: it is nearer, and as verified
-        best = max(verified, key=lambda a: (a.step, a.source == "gemini"))
+        # at one step prefer memory, which is nearer and as verified, unless a part of it may be where nobody can reach
+        lost = failure.kind == "inaccessible" or not failure.all_ranks_accessible
+        best = max(verified, key=lambda a: (a.step, (a.source == "gemini") is not lost))
         return _decide(failure, "RECOVERY_VERIFIED", best, why)
     why += "; there is no verified checkpoint of this run" + (f" ({'; '.join(refused)})" if refused else "")
     return _decide(failure, "RESTART_FROM_SCRATCH", None, why)
@@ -78,7 +82,9 @@ def _row(failure: Failure) -> tuple[Literal["GEMINI", "RECOVERY_VERIFIED"], str]
         return "GEMINI", "an accessible straggler taints no state"
     if failure.emergency == "clean":
         return "GEMINI", f"{failure.kind} with all ranks accessible and a complete clean replay of the catalog"
-    return "RECOVERY_VERIFIED", f"{failure.kind}, and the emergency replay was {failure.emergency or 'unavailable'}"
+    note = f" ({failure.note})" if failure.note else ""
+    word = {"sdc": "found corruption", None: "was unavailable"}.get(failure.emergency, f"was {failure.emergency}")
+    return "RECOVERY_VERIFIED", f"{failure.kind}, and the emergency replay {word}{note}"
 
 
 def _refusal(found: Available, failure: Failure) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from scout_core.trust.files import UntrustedFile, file_digest, read_record, sync_folder, write_record
 from scout_core.trust.memory import Copy, views
-from scout_core.trust.states import TrustState
+from scout_core.trust.states import TrustState, retained
 from scout_core.trust.tree import rebuild
 
 _DATA = "state.safetensors"
 _RECORD = "state.json"
-_KEPT = 2
+Judge = Callable[[int, int], TrustState | None]
+"""What became of a capture after it was written, by step and attempt; None: what its record says."""
 
 
 class ShardRecord(BaseModel):
@@ -56,17 +57,19 @@ class Shards:
         """
         assert copy.digest is not None, "an incomplete copy is never written"
         place = self._place(copy.owner, copy.step, holder)
-        if self._holds(place, copy):
-            return place
-        if place.exists():
-            shutil.rmtree(place)  # an earlier attempt's, or a torn one
-        place.mkdir(parents=True)
         data = place / _DATA
-        with data.open("wb") as file:
-            file.write(copy.header)
-            file.write(copy.data.numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
+        present = self._present(place, copy)
+        if present is not None and (present.attempt, present.state) == (attempt, copy.state.value):
+            return place
+        if present is None:
+            if place.exists():
+                shutil.rmtree(place)  # an earlier attempt's, or a torn one
+            place.mkdir(parents=True)
+            try:
+                _write_data(data, copy)
+            except OSError:
+                shutil.rmtree(place, ignore_errors=True)  # on a full disk every byte counts
+                raise
         record = ShardRecord(
             run_id=self._run_id,
             attempt=attempt,
@@ -83,19 +86,23 @@ class Shards:
         sync_folder(place.parent)
         return place
 
-    def prune(self, owner: int, holder: int) -> None:
-        """Keep the newest two steps and the newest verified one of a rank's shards held by `holder`."""
-        steps = {}
+    def prune(self, owner: int, holder: int, judge: Judge = lambda step, attempt: None) -> None:
+        """Keep what `retained` says of a rank's shards held by `holder`."""
+        places = {}
+        states = {}
         for place in self._places(owner, holder):
             try:
-                steps[place] = read_record(place / _RECORD, ShardRecord)
+                record = read_record(place / _RECORD, ShardRecord)
             except UntrustedFile:
                 shutil.rmtree(place, ignore_errors=True)
-        newest = sorted(steps, key=lambda p: steps[p].step, reverse=True)
-        verified = [p for p in newest if steps[p].state == TrustState.RECOVERY_VERIFIED.value][:1]
-        for place in newest[_KEPT:]:
-            if place not in verified:
-                shutil.rmtree(place, ignore_errors=True)
+                continue
+            if record.run_id != self._run_id:
+                continue  # whoever runs there prunes there
+            key = (record.step, record.attempt)
+            places[key] = place
+            states[key] = judge(*key) or TrustState(record.state)
+        for key in places.keys() - retained(states):
+            shutil.rmtree(places[key], ignore_errors=True)
 
     def find(self, owner: int) -> tuple[dict[Path, ShardRecord], list[UntrustedFile]]:
         """Shards of a rank that may be loaded (their data not yet verified), and what was refused."""
@@ -136,14 +143,17 @@ class Shards:
             raise UntrustedFile(data, f"does not hold the state its record describes: {error}") from None
         return copy
 
-    def _holds(self, place: Path, copy: Copy) -> bool:
-        """Whether this very copy is on disk already: the only good one must not be rewritten."""
+    def _present(self, place: Path, copy: Copy) -> ShardRecord | None:
+        """The record of this very content if it is on disk already: the only good one must not be rewritten.
+
+        Its attempt may be an earlier one, in which a step had the same bits.
+        """
         try:
             record = self._checked(place, copy.owner)
             verify_data(place, record)
         except UntrustedFile:
-            return False
-        return record.digest == copy.digest and record.state == copy.state.value
+            return None
+        return record if record.digest == copy.digest else None
 
     def _checked(self, place: Path, owner: int) -> ShardRecord:
         path = place / _RECORD
@@ -170,6 +180,14 @@ class Shards:
     def _step_of(place: Path) -> int | None:
         digits = place.name.split("-")[1]
         return int(digits) if digits.isdecimal() else None
+
+
+def _write_data(path: Path, copy: Copy) -> None:
+    with path.open("wb") as file:
+        file.write(copy.header)
+        file.write(copy.data.numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def verify_data(place: Path, record: ShardRecord) -> None:

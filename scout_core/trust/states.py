@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 LOAD_FAILURES_ALLOWED = 2
 """A checkpoint that failed this often is quarantined: the next try would fail for the same reason."""
+_KEPT_OF_A_KIND = 2
+_REMEMBERED = 256
+Key = TypeVar("Key", int, tuple[int, int])
 
 
 class TrustState(str, Enum):
@@ -34,6 +38,7 @@ class Outcome(str, Enum):
         return self in (Outcome.CLEAN, Outcome.STRAGGLER)
 
 
+_NEVER_LOADED = (TrustState.REJECTED, TrustState.QUARANTINED)
 _GRAVITY = (Outcome.CLEAN, Outcome.STRAGGLER, Outcome.INCONCLUSIVE, Outcome.SDC)
 
 
@@ -69,6 +74,11 @@ class TrustBook:
         """Steps that wait for the following complete clean cycle, oldest first."""
         return tuple(sorted(s for s, t in self.states.items() if t is TrustState.CANDIDATE))
 
+    def unproven(self) -> tuple[int, ...]:
+        """Steps that were captured and are not verified, oldest first."""
+        waiting = (TrustState.CANDIDATE, TrustState.LATEST_GEMINI)
+        return tuple(sorted(s for s, t in self.states.items() if t in waiting))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
@@ -93,12 +103,13 @@ def advance(book: TrustBook, rules: TrustRules, boundary: Boundary) -> tuple[Tru
     """The book after one boundary, and what is to be done about checkpoints.
 
     Dense rule: an accepted check certifies its own step. Dynamic rule: the step at which a cycle completes becomes a
-    candidate, and the completion of the next one promotes it. SDC rejects every candidate; inconclusive evidence
-    certifies nothing and begins the cycle anew, since a clean cycle is one without a gap.
+    candidate, and the completion of the next one promotes it. SDC rejects all that no later cycle has proven, be it a
+    candidate or captured between two; inconclusive evidence certifies nothing and begins the cycle anew, since a clean
+    cycle is one without a gap.
     """
-    states = dict(book.states)
+    states = _remembered(book.states)
     if not boundary.outcome.accepts:
-        gone = book.candidates() if boundary.outcome is Outcome.SDC else ()
+        gone = book.unproven() if boundary.outcome is Outcome.SDC else ()
         states.update(dict.fromkeys(gone, TrustState.REJECTED))
         if states.get(boundary.step) is not TrustState.QUARANTINED:
             states[boundary.step] = TrustState.REJECTED
@@ -111,7 +122,7 @@ def advance(book: TrustBook, rules: TrustRules, boundary: Boundary) -> tuple[Tru
     covered = book.covered | (boundary.recipes & rules.catalog)
     if not rules.catalog or covered < rules.catalog:
         states[boundary.step] = TrustState.LATEST_GEMINI
-        states = _drop_older_gemini(states, boundary.step)
+        states = _drop_older_gemini(states)
         after = replace(book, states=states, latest=boundary.step, covered=covered)
         return after, Change(capture=True, state=TrustState.LATEST_GEMINI)
     promoted = book.candidates()
@@ -132,5 +143,28 @@ def restarted(book: TrustBook) -> TrustBook:
     return TrustBook(states=kept)
 
 
-def _drop_older_gemini(states: dict[int, TrustState], step: int) -> dict[int, TrustState]:
-    return {s: t for s, t in states.items() if t is not TrustState.LATEST_GEMINI or s == step}
+def retained(states: Mapping[Key, TrustState]) -> set[Key]:
+    """What stays on disk of these captures, keyed by step or by step and attempt: the newest two, and the newest two
+    verified ones and candidates. Pure.
+
+    Two of each, since ranks prune at their own time: one that is ahead must not take away what another falls back to.
+    """
+    newest = sorted((k for k, state in states.items() if state not in _NEVER_LOADED), reverse=True)
+    kept = set(newest[:_KEPT_OF_A_KIND])
+    for kind in (TrustState.RECOVERY_VERIFIED, TrustState.CANDIDATE):
+        kept.update([key for key in newest if states[key] is kind][:_KEPT_OF_A_KIND])
+    return kept
+
+
+def _remembered(states: Mapping[int, TrustState]) -> dict[int, TrustState]:
+    """The newest entries of each state; a long run must not make the book long."""
+    kept: dict[int, TrustState] = {}
+    for kind in TrustState:
+        kept |= dict.fromkeys(sorted(s for s, t in states.items() if t is kind)[-_REMEMBERED:], kind)
+    return kept
+
+
+def _drop_older_gemini(states: dict[int, TrustState]) -> dict[int, TrustState]:
+    """Forget captures that no disk holds any more; those one may hold are to be rejected when corruption is found."""
+    gemini = sorted(s for s, t in states.items() if t is TrustState.LATEST_GEMINI)
+    return {s: t for s, t in states.items() if s not in gemini[: -2 * _KEPT_OF_A_KIND]}

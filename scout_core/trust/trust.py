@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ConfigError, ScoutConfig
 from scout_core.replay.guard import attempt
 from scout_core.replay.result import ReplayResult
-from scout_core.trust.available import durable_available, gather_holdings
-from scout_core.trust.certify import JobVerdict, Vote, agree, outcome_of
-from scout_core.trust.channel import JobChannel
-from scout_core.trust.decision import Emergency, FailureKind, RecoveryDecision
-from scout_core.trust.durable import DurableCheckpointConfig
+from scout_core.trust.available import durable_available, gather_holdings, outlives, still_on_disk, worst_loss
+from scout_core.trust.certify import JobVerdict, Vote, agree, nonfinite_alike, outcome_of
+from scout_core.trust.channel import JobChannel, partners
+from scout_core.trust.decision import FailureKind, RecoveryDecision
+from scout_core.trust.durable import CheckpointIo, DurableCheckpointConfig, unwatched
+from scout_core.trust.emergency import EmergencyReplay, Replay, replay_in_emergency
 from scout_core.trust.gemini import Gemini
+from scout_core.trust.handover import HandOver
 from scout_core.trust.holdings import LocalHoldings, complete_steps
 from scout_core.trust.meeting import begin, meet
-from scout_core.trust.memory import HostMemory
 from scout_core.trust.resume import Resumer
-from scout_core.trust.run_record import RESTART_EXIT_CODE, STOP_EXIT_CODE, RunFolder, RunRecord
-from scout_core.trust.saver import DurableTier, Lineage, Problem
+from scout_core.trust.run_record import STOP_EXIT_CODE, RunFolder, RunRecord
+from scout_core.trust.saver import DurableTier, Problem
 from scout_core.trust.selection import Available, Failure, select_recovery
 from scout_core.trust.shard import Shards
 from scout_core.trust.signals import FlushOnSignal
 from scout_core.trust.states import Boundary, Change, Outcome, TrustBook, TrustRules, TrustState, advance
+from scout_core.trust.tiers import make_durable, make_gemini
 
 _CYCLE = frozenset({"cycle"})
 _SURVIVORS: dict[str, list[tuple[int, Any]]] = {}
@@ -50,13 +48,16 @@ class Trust:
         durable: DurableCheckpointConfig | None,
         catalog: Sequence[str],
         tell: Callable[[Problem], None],
+        io: CheckpointIo = unwatched,
     ) -> None:
+        """`catalog`: recipe ids of one complete cycle. `io` tells the out-of-band path of checkpoint I/O."""
         self.enabled = config.trust.gemini or durable is not None
         self.last_decision: RecoveryDecision | None = None
         self._tainted = False
         self._adapter = adapter
         self._config = config.trust
         self._tell = tell
+        self._io = io
         if not self.enabled:
             return
         if config.run_dir is None:
@@ -64,12 +65,13 @@ class Trust:
         self._channel = JobChannel(config.trust.agreement_timeout_s, "control")
         self._writer = self._channel.rank == 0
         self._folder = RunFolder(config.run_dir)
-        self._hosts, self._topology = meet(self._channel, adapter.layout().coordinates, self._config)
+        self._hosts, self._topology = meet(self._channel, adapter.layout().coordinates, self._config, durable)
         self._record, known, problem = begin(self._channel, self._folder)
         self._rules = TrustRules(dense=config.trust.certification == "dense", catalog=_CYCLE)
         self._catalog = frozenset(catalog)
         self._covered: frozenset[str] = frozenset()
         self._book = TrustBook()
+        self._on_disk: tuple[int, ...] = ()
         self._loaded: tuple[str, int, str | None] | None = None
         gemini_folder = config.trust.gemini_dir or config.run_dir / "gemini"
         self._shards = Shards(
@@ -78,8 +80,15 @@ class Trust:
             topology_digest=self._topology,
             world_size=self._channel.size,
         )
-        self._gemini = self._make_gemini() if config.trust.gemini else None
-        self._durable = self._make_durable(durable, config, adapter) if durable is not None else None
+        self._gemini: Gemini | None = None
+        if config.trust.gemini:
+            self._gemini = make_gemini(
+                config, self._channel, self._shards, self._hosts, self._record.attempt, self._judge
+            )
+        self._durable: DurableTier | None = None
+        if durable is not None:
+            self._durable = make_durable(durable, config, adapter, self._record, self._topology, io)
+        self._handover = HandOver(self._folder, self._channel, self._gemini, config.trust.grace_s, io)
         self._signals: FlushOnSignal | None = None
         if self._gemini is not None:
             self._signals = FlushOnSignal(self._gemini.flush, config.trust.grace_s)
@@ -109,6 +118,7 @@ class Trust:
                 _SURVIVORS.pop(self._record.run_id, []),
             ),
             adapter=self._adapter,
+            io=self._io,
         )
         found = resumer.run()
         self._record, self.last_decision = found.record, found.decision
@@ -138,11 +148,16 @@ class Trust:
             return result is not None, None
         verdict = agree([Vote.decode(row) for row in self._channel.gather(self._vote(step, result).encode())])
         recipes = _CYCLE if verdict.cycle else frozenset()
+        before = self._book
         self._book, change = advance(
             self._book, self._rules, Boundary(step=step, outcome=verdict.outcome, recipes=recipes)
         )
+        self._on_disk = still_on_disk(self._on_disk, verdict.kept, self._book.states)
         if not verdict.outcome.accepts or verdict.cycle:
             self._covered = frozenset()
+        if verdict.trouble:
+            self._tell_trouble(step)
+        self._judged(change, before)
         self._apply(step, change, verdict)
         decision = self._after_fault(step, verdict, result)
         return not verdict.broken_ranks, decision
@@ -153,16 +168,40 @@ class Trust:
             outcome = Outcome.INCONCLUSIVE
         if result is not None and outcome.accepts:
             self._covered |= set(result.checked_recipe_ids)
-        alike = result is not None and result.nonfinite and len(result.nonfinite_ranks) * 2 >= len(result.peer_ranks)
-        alike = alike or (result is not None and result.nonfinite and not result.nonfinite_ranks)
         return Vote(
             step=step,
             outcome=outcome,
             cycle=outcome.accepts and self._covered >= self._catalog,
             busy=self._gemini is not None and self._gemini.busy,
             broken=result is None,
-            nonfinite_alike=alike,
+            nonfinite_alike=result is not None and nonfinite_alike(result),
+            trouble=self._gemini is not None and self._gemini.failure is not None,
+            kept=-1 if self._gemini is None else self._gemini.kept,
         )
+
+    def _tell_trouble(self, step: int) -> None:
+        """What went wrong with memory copies since the last check, on any rank. Every rank calls; one gather."""
+        own = None if self._gemini is None else self._gemini.take_failure()
+        told = self._channel.gather_json(own)
+        ranks = tuple(rank for rank, text in enumerate(told) if text is not None)
+        text = "; ".join(f"rank {rank}: {told[rank]}" for rank in ranks)
+        self._tell(Problem(step=step, message=f"memory copies: {text}; earlier ones stay", ranks=ranks))
+
+    def _judged(self, change: Change, before: TrustBook) -> None:
+        """Write down what became of earlier captures, for the whole job at once."""
+        gone = [step for step in change.rejected if step in before.unproven()]
+        record = self._record
+        for state, steps in ((TrustState.RECOVERY_VERIFIED, change.promoted), (TrustState.REJECTED, gone)):
+            record = record.with_judgement(state, steps) if steps else record
+        if record is not self._record:
+            self._keep(record)
+
+    def _judge(self, step: int, attempt: int) -> TrustState | None:
+        """What became of a capture; None: what it said when it was made. In any thread."""
+        state = self._book.states.get(step) if attempt == self._record.attempt else None
+        if state in (TrustState.RECOVERY_VERIFIED, TrustState.REJECTED):
+            return state
+        return self._record.judgement(step, attempt)
 
     def _apply(self, step: int, change: Change, verdict: JobVerdict) -> None:
         if self._durable is not None:
@@ -178,7 +217,8 @@ class Trust:
         if self._gemini is not None and verdict.may_capture:
             gemini = self._gemini
             attempt("capturing state in host memory", lambda: gemini.begin(step, state, self._training_state(step)))
-        if self._durable is not None and self._durable.due(step):
+        # under the dynamic rule only the end of a cycle makes a candidate: what lies between is never promoted
+        if self._durable is not None and state is not TrustState.LATEST_GEMINI and self._durable.due(step):
             for problem in self._durable.save(step, state, lambda: self._training_state(step)):
                 self._tell(problem)
 
@@ -187,6 +227,7 @@ class Trust:
 
     def _prove(self, step: int) -> None:
         """The first accepted boundary after a load proves what was loaded; passing the failure renews the budget."""
+        self._handover.withdraw()
         if self._loaded is not None:
             source, loaded_step, checkpoint_id = self._loaded
             self._loaded = None
@@ -214,68 +255,67 @@ class Trust:
         own = [] if result is None or bad_load else list(result.sdc_ranks)
         named = sorted({rank for ranks in self._channel.gather_json(own) for rank in ranks})
         hosts = tuple(dict.fromkeys(self._hosts[rank] for rank in named))
-        return self._select(
-            "uncertain" if bad_load else "sdc", step, True, None, exclude_ranks=tuple(named), exclude_hosts=hosts
-        )
+        kind: FailureKind = "uncertain" if bad_load else "sdc"
+        return self._select(kind, step, True, exclude_ranks=tuple(named), exclude_hosts=hosts)
 
     def prepare(
         self,
         kind: FailureKind,
         step: int,
         all_ranks_accessible: bool,
-        replay: Callable[[], ReplayResult | None],
+        replay: Replay | None,
     ) -> RecoveryDecision:
-        """The decision for a failure that the manager or user knows of.
+        """The decision for a failure that the manager or user knows of. `replay` None: this rank cannot.
 
         With all ranks accessible every rank calls, and a hang or uncertain failure runs the emergency replay first
-        (collectives); otherwise no collective is used, and only durable manifests are considered.
+        (collectives); otherwise no collective is used: durable manifests are considered, and the state that all ranks
+        were known to have on disk at the last check, if it outlives the loss of any one other host.
         """
         if not self.enabled:
             failure = Failure(kind=kind, step=step, all_ranks_accessible=all_ranks_accessible, restart_budget=1)
             self.last_decision = select_recovery(failure, [])
             return self.last_decision
-        emergency: Emergency | None = None
-        if all_ranks_accessible and kind in ("hang", "uncertain"):
-            emergency = self._emergency(step, replay)
-        return self._select(kind, step, all_ranks_accessible, emergency)
+        if not all_ranks_accessible:
+            return self._select(kind, step, False)
+        if kind in ("hang", "uncertain"):
+            emergency = replay_in_emergency(self._channel, step, replay)
+            hosts = tuple(dict.fromkeys(self._hosts[rank] for rank in emergency.ranks))
+            decision = self._select(kind, step, True, emergency, exclude_ranks=emergency.ranks, exclude_hosts=hosts)
+        else:
+            decision = self._select(kind, step, True)
+        self._handover.offer(decision)
+        return decision
 
     def hardware_fault(
         self, step: int, ranks: tuple[int, ...], hosts: tuple[str, ...], *, taints: bool
     ) -> RecoveryDecision | None:
         """The decision for a fatal fault of this rank's own hardware; None when trust is off. Local, in any thread.
 
-        No collective is used, so only durable manifests are considered; `ranks` and `hosts` are to be left out. `step`
-        is the last one before the first sign. With `taints` no later boundary of the job is certified.
+        No collective is used: durable manifests are considered, and what all ranks were known to have on disk, if
+        it outlives `hosts`, which are to be left out as `ranks` are. `step` is the last one before the first sign. With
+        `taints` no later boundary of the job is certified.
         """
         if not self.enabled:
             return None
         self._tainted = self._tainted or taints
-        return self._select("inaccessible", step, False, None, exclude_ranks=ranks, exclude_hosts=hosts)
-
-    def _emergency(self, step: int, replay: Callable[[], ReplayResult | None]) -> Emergency:
-        result = attempt("replaying in an emergency", replay).value
-        vote = Vote(step=step, outcome=outcome_of(result), broken=result is None)
-        verdict = agree([Vote.decode(row) for row in self._channel.gather(vote.encode())])
-        if verdict.broken_ranks:
-            return "unavailable"
-        if verdict.outcome is Outcome.SDC:
-            return "sdc"
-        return "clean" if verdict.outcome.accepts else "incomplete"
+        return self._select("inaccessible", step, False, exclude_ranks=ranks, exclude_hosts=hosts, lost=hosts)
 
     def _select(
         self,
         kind: FailureKind,
         step: int,
         reachable: bool,
-        emergency: Emergency | None,
+        emergency: EmergencyReplay | None = None,
         exclude_ranks: tuple[int, ...] = (),
         exclude_hosts: tuple[str, ...] = (),
+        lost: tuple[str, ...] | None = None,
     ) -> RecoveryDecision:
         failure = Failure(
             kind=kind,
             step=step,
             all_ranks_accessible=reachable,
-            emergency=emergency,
+            emergency=None if emergency is None else emergency.word,
+            note="" if emergency is None else emergency.why,
             run_id=self._record.run_id,
             attempt=self._record.attempt,
             topology_digest=self._topology,
@@ -284,58 +324,49 @@ class Trust:
             restarts_used=self._record.restarts_used,
             restart_budget=self._config.restart_budget,
         )
-        decision = select_recovery(failure, self._available(reachable))
+        available = durable_available(self._durable)
+        available += self._in_reach() if reachable else self._believed(lost)
+        decision = select_recovery(failure, available)
         if reachable:  # one word for all: manifests may show late on some host
             told = self._channel.gather_json(decision.model_dump(mode="json") if self._writer else None)[0]
             decision = RecoveryDecision.model_validate_json(json.dumps(told, allow_nan=False))
         self.last_decision = decision
         return decision
 
-    def _available(self, reachable: bool) -> list[Available]:
-        found = durable_available(self._durable)
-        if self._gemini is None or not reachable:
-            return found
+    def _in_reach(self) -> list[Available]:
+        """GEMINI steps that every rank can load now. Every rank calls; one gather of JSON."""
+        if self._gemini is None:
+            return []
         self._gemini.settle(self._config.grace_s)
         local = LocalHoldings(self._channel.rank, self._channel.size, self._shards, self._copies())
-        holdings = gather_holdings(self._channel, local)
-        for complete in complete_steps(holdings, self._channel.size):
-            state = self._book.states.get(complete.step, complete.state)
-            found.append(
-                Available(
-                    source="gemini",
-                    step=complete.step,
-                    state=state,
-                    run_id=self._record.run_id,
-                    topology_digest=self._topology,
-                    load_failures=self._record.loads.get(str(complete.step), 0),
-                )
-            )
-        return found
+        found = complete_steps(gather_holdings(self._channel, local), self._channel.size)
+        return [self._gemini_step(one.step, self._judge(one.step, one.attempt) or one.state) for one in found]
+
+    def _believed(self, lost: tuple[str, ...] | None) -> list[Available]:
+        """GEMINI steps on disk, as of the last check, that outlive the hosts `lost`; None: any one but this. Local."""
+        if self._gemini is None:
+            return []
+        rank, size = self._channel.rank, self._channel.size
+        replicated = self._config.replicate and size > 1
+        offset = (partners(self._hosts, rank)[0] - rank) % size if replicated else 0
+        safe = worst_loss(self._hosts, rank, offset) if lost is None else outlives(self._hosts, offset, lost)
+        states = self._book.states
+        return [self._gemini_step(step, states[step]) for step in self._on_disk if step in states] if safe else []
+
+    def _gemini_step(self, step: int, state: TrustState) -> Available:
+        return Available(
+            source="gemini",
+            step=step,
+            state=state,
+            run_id=self._record.run_id,
+            topology_digest=self._topology,
+            load_failures=self._record.loads.get(str(step), 0),
+        )
 
     def leave(self, decision: RecoveryDecision) -> None:
-        """Under `on_fault="restart"`: write the decision, flush, and end this process. Every rank calls; may return.
-
-        Exit codes: `RESTART_EXIT_CODE` to be started again, `STOP_EXIT_CODE` when the budget is spent.
-        """
-        if not self.enabled or self._config.on_fault != "restart":
-            return
-        stop = decision.mode == "STOP"
-        if self._gemini is not None:
-            self._gemini.settle(self._config.grace_s)
-            self._gemini.flush()
-        if self._writer:
-            attempt("writing the decision", lambda: self._write_down(decision, stop))
-        self._channel.gather([decision.step or 0])  # nobody leaves before all have flushed and the decision is written
-        raise SystemExit(STOP_EXIT_CODE if stop else RESTART_EXIT_CODE)
-
-    def _write_down(self, decision: RecoveryDecision, stop: bool) -> None:
-        update = {
-            "restarts_used": self._record.restarts_used + (0 if stop else 1),
-            "failed_step": max(self._record.failed_step, decision.failed_step),
-            "stopped": stop,
-        }
-        self._folder.save(self._record.model_copy(update=update))
-        self._folder.decide(decision)
+        """Under `on_fault="restart"`: write the decision, flush, and end this process. Every rank calls; may return."""
+        if self.enabled and self._config.on_fault == "restart":
+            self._handover.leave(self._record, decision)
 
     def close(self) -> None:
         """Give the signals back; memory copies stay for a restart inside this process. Local."""
@@ -350,35 +381,4 @@ class Trust:
     def _copies(self) -> list[tuple[int, Any]]:
         if self._gemini is None:
             return []
-        copies = (self._gemini.memory.latest, self._gemini.held)
-        return [(self._record.attempt, copy) for copy in copies if copy is not None]
-
-    def _make_gemini(self) -> Gemini:
-        replicate = self._config.replicate and self._channel.size > 1
-        return Gemini(
-            HostMemory(self._channel.rank),
-            self._shards,
-            JobChannel(self._config.agreement_timeout_s, "replicate") if replicate else None,
-            rank=self._channel.rank,
-            attempt=self._record.attempt,
-            hosts=self._hosts,
-            flush_interval=self._config.flush_interval,
-        )
-
-    def _make_durable(
-        self, durable: DurableCheckpointConfig, config: ScoutConfig, adapter: FrameworkAdapter
-    ) -> DurableTier:
-        assert config.run_dir is not None
-        callbacks = durable.callbacks or adapter.durable_callbacks()
-        if callbacks is None:
-            raise ConfigError(
-                f"durable checkpoints need callbacks, and {type(adapter).__name__} has none of its own; "
-                "give DurableCheckpointConfig(callbacks=TorchSaveCallbacks(), ...)"
-            )
-        lineage = Lineage(
-            run_id=self._record.run_id,
-            attempt=self._record.attempt,
-            topology_digest=self._topology,
-            environment={"torch": torch.__version__, "python": platform.python_version()},
-        )
-        return DurableTier(replace(durable, callbacks=callbacks), config.run_dir / "manifests", self._channel, lineage)
+        return [(self._record.attempt, copy) for copy in self._gemini.copies()]

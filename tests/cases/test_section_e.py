@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -22,7 +23,9 @@ from scout_core.trust.selection import Available, Failure, select_recovery
 from scout_core.trust.shard import Shards
 from scout_core.trust.states import TrustState
 from tests.distributed.pool import RankPool
-from tests.trust.ranks import train_with
+from tests.oob.jobs import first_report, running, wait_until
+from tests.trust.ranks import forget_memory, train_late, train_with
+from tests.trust.slow_storage import SlowStorage, WriterProcess, train_on
 
 VERIFIED = TrustState.RECOVERY_VERIFIED
 
@@ -149,6 +152,72 @@ def test_e02_e18_a_candidate_is_committed_only_after_its_files_are_whole(pool: R
     ended = pool.run(train_with, tmp_path, 4, "fine", gemini=False)
     assert ended[0]["calls"] == [("save", 2), ("commit", 2), ("save", 4), ("commit", 4)]
     assert ended[3]["calls"] == [("save", 2), ("save", 4)]
+
+
+def bad(one: dict[str, Any]) -> list[tuple[str, list[int], str]]:
+    return [report for report in one["reports"] if report[0] == "checkpoint_bad"]
+
+
+def test_e06_a_full_disk_on_one_rank_is_told_and_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    ended = pool.run(train_with, tmp_path, 7, "save", fault="full", at=3)
+    for one in ended:
+        assert one["active"] and [report[1] for report in bad(one)] == [[2]] * 3  # two saves and a flush
+        assert sum("flushing" in report[2] for report in bad(one)) == 1
+    states = {m.step: m.state for m in ManifestStore(tmp_path / "manifests").all()[0]}
+    assert states == {2: "RECOVERY_VERIFIED", 4: "REJECTED", 6: "REJECTED"}
+    pool.run(forget_memory)
+    again = pool.run(train_with, tmp_path, 8, "save")
+    assert [one["start"] for one in again] == [6] * 4  # rank 2's part is in its peer's flush
+
+
+def test_e15_a_save_that_hangs_on_one_rank_is_its_stall_and_a_slow_one_is_none(tmp_path: Path) -> None:
+    with running(train_on, tmp_path, SlowStorage, 4):
+        wait_until((tmp_path / "saving-4").exists)
+        assert records(tmp_path, "SCOUTFaultReport") == []  # the slow one went by
+        report = first_report(tmp_path)
+        assert (report["kind"], report["ranks"], report["phase"]) == ("checkpoint_io_stall", [0], "checkpoint")
+        assert "save_candidate" in report["message"]
+        (tmp_path / "go-4").touch()
+        wait_until(lambda: all((tmp_path / f"done-{rank}").exists() for rank in range(4)))
+    assert [one["kind"] for one in records(tmp_path, "SCOUTFaultReport")] == ["checkpoint_io_stall"]
+    states = {m.step: m.state for m in ManifestStore(tmp_path / "manifests").all()[0]}
+    assert states == {2: "RECOVERY_VERIFIED", 4: "RECOVERY_VERIFIED"}
+
+
+def test_e03_a_writer_that_stops_after_the_header_is_a_stall_and_certifies_nothing(tmp_path: Path) -> None:
+    with running(train_on, tmp_path, WriterProcess, 2):
+        try:
+            report = first_report(tmp_path)
+            assert (report["kind"], report["ranks"], report["phase"]) == ("checkpoint_io_stall", [1], "checkpoint")
+            assert ManifestStore(tmp_path / "manifests").all()[0] == []
+            assert any(path.stat().st_size == 64 for path in (tmp_path / "durable").rglob("rank-00001.pt"))
+        finally:
+            pid = wait_until(lambda: (tmp_path / "writer.pid").exists() and (tmp_path / "writer.pid").read_text())
+            os.kill(int(pid), signal.SIGCONT)  # it goes on, and so does the job
+        wait_until(lambda: all((tmp_path / f"done-{rank}").exists() for rank in range(4)))
+    assert [m.state for m in ManifestStore(tmp_path / "manifests").all()[0]] == ["RECOVERY_VERIFIED"]
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / "events.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [record for record in found if record["type"] == kind]
+
+
+def test_e08_files_that_are_seen_late_delay_promotion_and_raise_no_alarm(pool: RankPool, tmp_path: Path) -> None:
+    ended = pool.run(train_late, tmp_path, 4, viewer=0, writer=3, delay_s=0.4)
+    assert all(one["active"] and bad(one) == [] for one in ended)
+    states = {m.step: m.state for m in ManifestStore(tmp_path / "manifests").all()[0]}
+    assert states == {2: "RECOVERY_VERIFIED", 4: "RECOVERY_VERIFIED"}
+    again = pool.run(train_late, tmp_path, 5, viewer=3, writer=0, delay_s=0.4)  # and late for those who load
+    assert all(one["start"] == 4 and bad(one) == [] for one in again)
+
+
+def test_e08_files_that_are_never_seen_leave_a_candidate_and_name_their_rank(pool: RankPool, tmp_path: Path) -> None:
+    ended = pool.run(train_late, tmp_path, 2, viewer=0, writer=3, delay_s=600)
+    for one in ended:
+        assert one["active"] and [report[1] for report in bad(one)] == [[3]] and "not visible" in bad(one)[0][2]
+    assert [m.state for m in ManifestStore(tmp_path / "manifests").all()[0]] == ["CANDIDATE"]
 
 
 def test_a_dynamic_candidate_is_promoted_on_disk_and_rejected_with_its_cycle(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -9,15 +10,23 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
-from scout_core.oob.channel import leftovers, sweep
+from scout_core.oob.channel import Channel, Scope, leftovers, sweep
+from scout_core.oob.fingerprints import describe
+from scout_core.oob.instrument import Checkpoints, WatchedLoader
+from scout_core.oob.layout import CallState
+from scout_core.oob.reader import read_progress
+from scout_core.oob.writer import Publisher
 from tests.oob.jobs import STALL_S, WIDTH, TinyJob, idle, records, reports, running, say, wait_reports, wait_until
 
 
@@ -88,7 +97,7 @@ def test_f02_a_second_stall_is_a_second_incident(tmp_path: Path) -> None:
 
 def long_job(run_dir: str, policy: str) -> None:
     job = TinyJob(run_dir, oob_failure=policy, hang_state_dir=f"{run_dir}/state")
-    say(run_dir, f"observer{job.rank}-{job.scout._oob.observer_pid}")
+    say(run_dir, f"observer{job.rank}-{job.scout.observer_pid}")
     while True:
         job.step()
         time.sleep(0.02)
@@ -160,7 +169,7 @@ def test_observers_send_nothing_while_training_progresses(tmp_path: Path) -> Non
 def with_port(run_dir: str, port: int) -> None:
     job = TinyJob(run_dir, hang_master_port=port)
     job.step()
-    say(run_dir, f"watched{job.rank}-{job.scout._oob._lost}")
+    say(run_dir, f"watched{job.rank}-{job.scout.observer_pid is not None}")
     job.scout.close()
 
 
@@ -170,7 +179,7 @@ def test_f10_a_port_in_use_is_left_for_another(tmp_path: Path) -> None:
         taken.listen()
         with running(with_port, tmp_path, taken.getsockname()[1]) as ranks:
             ranks.wait(150)
-    assert len(list(tmp_path.glob("watched?-"))) == 4 and reports(tmp_path) == []
+    assert len(list(tmp_path.glob("watched?-True"))) == 4 and reports(tmp_path) == []
 
 
 _SCRIPT = """
@@ -191,3 +200,145 @@ def test_f07_the_exit_code_is_the_jobs_own(body: str, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", _SCRIPT.format(body=body)], stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
+
+
+def slow_teardown(run_dir: str) -> None:
+    """Rank 2 holds the others up; their reduction gives up, and their teardown takes longer than its threshold."""
+    job = TinyJob(run_dir, stall_teardown_s=STALL_S)
+    say(run_dir, f"observer{job.rank}-{job.scout.observer_pid}")
+    group = dist.new_group(timeout=timedelta(seconds=3 * STALL_S))
+    job.step()
+    if job.rank == 2:
+        idle()
+    try:
+        dist.all_reduce(torch.ones(4), group=group)
+    except RuntimeError:
+        with job.scout.phase("teardown"):
+            say(run_dir, f"teardown{job.rank}")
+            wait_until(lambda: (Path(run_dir) / "enough").exists())
+        sys.exit(1)
+
+
+def test_f03_a_slow_teardown_does_not_hide_the_cause(tmp_path: Path) -> None:
+    with running(slow_teardown, tmp_path) as ranks:
+        first = wait_reports(tmp_path, 1)[0]
+        begun = [float(wait_until(lambda r=r: read(tmp_path / f"teardown{r}"))) for r in (0, 1, 3)]
+        wait_until(lambda: time.time() > max(begun) + 2.5 * STALL_S)
+        observers = [psutil.Process(observer_of(tmp_path, rank)) for rank in (0, 1, 3)]
+        say(str(tmp_path), "enough")
+        assert [ranks.wait(100, ranks=[0, 1, 3])[rank].exitcode for rank in (0, 1, 3)] == [1, 1, 1]
+        wait_until(lambda: all(map(ended, observers)))
+    assert (first["kind"], first["ranks"]) == ("process_stall", [2])
+    told = [r for r in records(tmp_path) if r["type"] == "SCOUTFaultReport" and r is not first]
+    later = [r["evidence"].get("secondary_to") for r in told if r["incident_id"] != first["incident_id"]]
+    assert later == [first["incident_id"]] * len(later), "all that follows is marked as a consequence"
+    bundle = Path(first["evidence"]["bundle"])
+    assert {f"gloo_flight_{rank}" for rank in range(4)} <= {path.name for path in bundle.iterdir()}
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def skips_under_detail(run_dir: str) -> None:
+    """A04 with torch's own collective checker on, which compares less and blames the wrong ranks."""
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=dist.PrefixStore("detail", store), rank=rank, world_size=world)
+    job = TinyJob(run_dir)
+    for step in range(5):
+        job.compute()
+        if not (rank == 2 and step == 2):
+            dist.all_reduce(torch.ones(4))
+        job.update()
+
+
+def test_f15_the_skipper_is_named_under_torchs_own_checker_too(tmp_path: Path) -> None:
+    with running(skips_under_detail, tmp_path):
+        report = wait_reports(tmp_path, 1)[0]
+    assert (report["kind"], report["ranks"], report["step"]) == ("collective_desync", [2], 2), report["message"]
+
+
+def skips_at_first(run_dir: str) -> None:
+    """The loss scale of float16 is found in the first steps: every rank leaves the update out."""
+    job = TinyJob(run_dir, check_interval=2)
+    for step in range(12):
+        job.compute()
+        overflown = torch.tensor([float("inf") if step < 6 else 1.0])
+        dist.all_reduce(overflown)
+        if torch.isfinite(overflown).all():
+            job.update()
+        else:
+            job.optimizer.zero_grad()
+    result = job.scout.last_result
+    say(run_dir, f"done{job.rank}-{job.scout.step_count}-{result is not None and result.step}")
+    job.scout.close()
+
+
+def test_f17_updates_skipped_by_every_rank_raise_no_alarm(tmp_path: Path) -> None:
+    with running(skips_at_first, tmp_path) as ranks:
+        ranks.wait(150)
+    assert sorted(path.name for path in tmp_path.glob("done*")) == [f"done{rank}-6-6" for rank in range(4)]
+    assert reports(tmp_path) == []
+
+
+def attempt(run_dir: str, number: int, state_dir: str | None) -> None:
+    """One attempt of a run under torchrun, with what its predecessor left in the store where they share one."""
+    os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "f21", str(number)
+    dist.PrefixStore("scout-oob/0/0/1", c10d._get_default_store()).set("where", "127.0.0.1|1|of the dead")
+    job = TinyJob(run_dir, hang_state_dir=state_dir)
+    for _ in range(3):
+        job.step()
+    say(run_dir, f"watched{number}-{job.rank}-{job.scout.observer_pid is not None}")
+    if number == 0:
+        idle()
+    job.scout.close()
+
+
+@pytest.mark.parametrize("how", ["store", "file"])
+def test_f21_a_restart_meets_nothing_of_the_attempt_before(tmp_path: Path, how: str) -> None:
+    state = str(tmp_path / "state") if how == "file" else None
+    if how == "file":
+        with running(attempt, tmp_path, 0, state):
+            wait_until(lambda: len(list(tmp_path.glob("watched0-?-True"))) == 4)
+    second = tmp_path / "second"  # what the observers of the killed attempt still report is theirs
+    second.mkdir()
+    with running(attempt, second, 1, state) as ranks:
+        ranks.wait(150)
+    assert len(list(second.glob("watched1-?-True"))) == 4
+    assert reports(second) == []
+
+
+def test_f22_what_is_kept_of_100_000_steps_is_bounded(tmp_path: Path) -> None:
+    scope = Scope(run="f22", attempt=0, pid=os.getpid(), peers=(0, 1), rank=0)
+    channel = Channel.create(scope, world=2, folder=tmp_path)
+    publisher = Publisher(channel.memory, (0, 1))
+    files = Checkpoints(publisher)
+    kept: list[int] = []
+    spent = 0.0
+    tracemalloc.start()
+    for leg in range(2):
+        loader = iter(WatchedLoader(range(50_000), "train", publisher))
+        started = time.process_time()
+        for step in range(50_000):
+            next(loader)
+            publisher.begin_pass()
+            for layer in range(8):
+                publisher.layer(layer + 1)
+            what = describe("all_reduce", (f"float32[{step}]", "SUM"), "train.py:7")  # a new shape in each step
+            publisher.end_call(*publisher.begin_call((0, 1), what), CallState.RETURNED)
+            if step % 10 == 0:
+                with files.io("write", f"step{step}"):
+                    pass
+            publisher.boundary(leg * 50_000 + step + 1)
+        spent = time.process_time() - started
+        gc.collect()
+        kept.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert read_progress(channel.memory).step == 100_000
+    assert kept[1] - kept[0] < 100_000, "bytes"
+    assert spent / 50_000 < 0.005 * 0.05, "0.5% of a 50 ms step, even while memory is traced"
+    channel.close(unlink=True, folder=tmp_path)

@@ -1,7 +1,7 @@
 """A tiny job for torchrun: trains, goes wrong as told, resumes by itself, and writes down how it ended.
 
 `python job.py RUN_DIR STEPS [key=value ...]`; keys: `fault` (sdc, nan, kill, raise, none), `at` (step), `attempts` (in
-how many it occurs), `durable` (none, save, dcp), `gemini` (0, 1), `budget`, `flush`.
+how many it occurs), `durable` (none, save, dcp), `gemini` (0, 1), `budget`, `flush`, `interval`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
         ddp,
         optimizer,
         run_dir=run_dir,
-        check_interval=2,
+        check_interval=int(given.get("interval", "2")),
         gemini=given.get("gemini", "1") == "1",
         flush_interval=int(given.get("flush", "1")),
         on_fault="restart",

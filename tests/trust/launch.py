@@ -1,19 +1,19 @@
-"""Starting `job.py` under the real torchrun, in a session of its own that is ended with the test."""
+"""Starting `job.py` under the real torchrun, which is ended with all its workers when its time is over."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from scout_core.demo.loop import run_bounded
+
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(run_dir: Path, steps: int, *words: str, restarts: int = 0, ranks: int = 4, timeout: float = 120.0) -> int:
+def torchrun(run_dir: Path, steps: int, *words: str, restarts: int = 0, ranks: int = 4, timeout: float = 240.0) -> int:
     """Exit code of the launcher; its output is in `run_dir/torchrun.log`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -21,20 +21,7 @@ def torchrun(run_dir: Path, steps: int, *words: str, restarts: int = 0, ranks: i
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # attempts would else share one store, and a rank may read the address that a dead one left in it
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    with (run_dir / "torchrun.log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, str(run_dir), str(steps), *words],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(timeout)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    return run_bounded([*command, str(run_dir), str(steps), *words], environment, run_dir / "torchrun.log", timeout)
 
 
 def finals(run_dir: Path, ranks: int = 4) -> list[Any]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import socket
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +25,9 @@ from scout_core.trust.durable import (
     TorchSaveCallbacks,
 )
 from tests.trust.job import Sampler, build, misbehave, train_step
+from tests.trust.late import seen_late
+
+_FILE_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
 class Breaking(TorchSaveCallbacks):
@@ -95,12 +103,16 @@ def train(
             if scout.step_count == at and fault == "hardware":
                 if rank == 2:
                     scout._trust.hardware_fault(at, (2,), ("a host",), taints=True)
+            elif scout.step_count == at and fault == "full":
+                if rank == 2:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (256, _FILE_LIMIT[1]))
             elif scout.step_count == at:
                 misbehave(fault, rank, model)
             train_step(ddp, optimizer, sampler, scheduler)
             if scout._trust.enabled and scout._trust._gemini is not None:
                 scout._trust._gemini.settle(30)  # so that which steps are captured does not hang on the machine's load
         decision, active = scout.last_recovery_decision, scout.active
+        resource.setrlimit(resource.RLIMIT_FSIZE, _FILE_LIMIT)
     return {
         "start": start,
         "weights": [p.clone() for p in (*model.state_dict().values(), torch.get_rng_state())] + [sampler.position],
@@ -108,8 +120,139 @@ def train(
         "reports": [(r.kind.value, list(r.ranks), r.message) for r in scout.reports],
         "delivered": [value.type for value in delivered],
         "active": active,
+        "survivors": [copy.step for copies in trust_module._SURVIVORS.values() for _, copy in copies],
         "calls": getattr(callbacks, "calls", []),
     }
+
+
+def fail_and_ask(run_dir: Path, steps: int, how: str, kind: str, accessible: bool) -> dict[str, Any]:
+    """Train to `steps` under the dynamic rule, let something happen, and ask what to go back to.
+
+    An odd interval of cycles: hidden layers take turns, so a cycle is two checks, four steps.
+    """
+    rank = dist.get_rank()
+    _, ddp, optimizer = build(rank)
+    sampler = Sampler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    delivered: list[Any] = []
+    hooks = OrchestrationHooks(report_fault=delivered.append, report_recovery=delivered.append)
+    with scout_core.attach(
+        ddp,
+        optimizer,
+        run_dir=run_dir,
+        hooks=hooks,
+        stateful={"sampler": sampler, "scheduler": scheduler},
+        durable=DurableCheckpointConfig(callbacks=TorchSaveCallbacks(), folder=run_dir / "durable"),
+        check_interval=2,
+        gemini=True,
+        certification="dynamic",
+        readiness_timeout_s=3 if how == "breaks" else 60,
+    ) as scout:
+        while scout.step_count < steps:
+            train_step(ddp, optimizer, sampler, scheduler)
+            scout._trust._gemini.settle(30)
+        happen(how, rank, scout, ddp.module, short)
+        decision = None
+        if accessible or rank == 0:  # nobody else needs to come
+            decision = scout.prepare_recovery(kind, all_ranks_accessible=accessible).model_dump(mode="json")
+    return {"decision": decision, "delivered": [value.type for value in delivered]}
+
+
+def happen(how: str, rank: int, scout: Any, model: Any, short: Any) -> None:
+    if how == "hang" and rank != 2:
+        with contextlib.suppress(RuntimeError):  # rank 2 never comes
+            dist.all_reduce(torch.ones(1), group=short)
+    elif how == "corrupt" and rank == 2:
+        misbehave("sdc", rank, model)
+    elif how == "nan":
+        misbehave("nan", rank, model)
+    elif how == "unable" and rank == 1:
+        scout._stop_checks()
+    elif how == "apart" and rank == 3:
+        scout.step_count += 1
+    elif how == "breaks" and rank == 1:
+        scout._runner.run = lambda plan: 1 / 0
+
+
+def train_on_hosts(run_dir: Path, steps: int, hosts: Sequence[str], **more: Any) -> dict[str, Any]:
+    """`train` where each rank lives on the host of this name, with a disk of the host's own."""
+    host = hosts[dist.get_rank()]
+    with patch.object(socket, "gethostname", lambda: host):
+        return train(run_dir, steps, gemini_dir=run_dir / "disks" / host, **more)
+
+
+def lose_host(hosts: Sequence[str], lost: str) -> None:
+    """The processes on a host are gone with their memory."""
+    if hosts[dist.get_rank()] == lost:
+        forget_memory()
+
+
+def ask_on_hosts(run_dir: Path, steps: int, hosts: Sequence[str], excluded: Sequence[str], **more: Any) -> Any:
+    """What a rank decides without asking the others: when it cannot reach somebody, and when its own GPU dies."""
+    rank = dist.get_rank()
+    with patch.object(socket, "gethostname", lambda: hosts[rank]):
+        _, ddp, optimizer = build(rank)
+        sampler = Sampler()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        settings = {"check_interval": 2, "gemini": True, "gemini_dir": run_dir / "disks" / hosts[rank], **more}
+        with scout_core.attach(ddp, optimizer, run_dir=run_dir, **settings) as scout:
+            while scout.step_count < steps:
+                train_step(ddp, optimizer, sampler, scheduler)
+                scout._trust._gemini.settle(30)
+            lost = scout.prepare_recovery("inaccessible", all_ranks_accessible=False)
+            dying = scout._trust.hardware_fault(scout.step_count, (rank,), tuple(excluded), taints=False)
+    forget_memory()
+    return [(one.mode, one.source, one.step) for one in (lost, dying)]
+
+
+def train_beside_own_callback(run_dir: Path, steps: int, order: str) -> dict[str, Any]:
+    """The job saves by itself at each step, in a hook before SCOUT's, after it, or before two of them."""
+    rank = dist.get_rank()
+    model, ddp, optimizer = build(rank)
+    sampler = Sampler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    own: dict[int, list[torch.Tensor]] = {}
+    watching: list[Any] = []
+
+    def save(*_: Any) -> None:
+        own[len(own) + 1] = [p.detach().clone() for p in model.parameters()]
+
+    if order != "after":
+        optimizer.register_step_post_hook(save)
+    callbacks = Breaking("fine", run_dir)
+    for name in ("run", "again") if order == "twice" else ("run",):
+        durable = DurableCheckpointConfig(callbacks=callbacks, folder=run_dir / name / "durable")
+        watching.append(
+            scout_core.attach(
+                ddp,
+                optimizer,
+                run_dir=run_dir / name,
+                stateful={"sampler": sampler, "scheduler": scheduler},
+                durable=durable,
+                check_interval=2,
+            )
+        )
+    if order == "after":
+        optimizer.register_step_post_hook(save)
+    while watching[0].step_count < steps:
+        train_step(ddp, optimizer, sampler, scheduler)
+    for scout in watching:
+        scout.close()
+    return {
+        "own": own,
+        "calls": callbacks.calls,
+        "counts": [scout.step_count for scout in watching],
+        "reports": [report.kind.value for scout in watching for report in scout.reports],
+        "weights": [p.clone() for p in (*model.state_dict().values(), torch.get_rng_state())] + [sampler.position],
+    }
+
+
+def train_late(run_dir: Path, steps: int, viewer: int, writer: int, delay_s: float, **more: Any) -> dict[str, Any]:
+    """`train_with` durable checkpoints whose `writer`'s files `viewer` sees late."""
+    late = delay_s if dist.get_rank() == viewer else 0.0
+    with seen_late(lambda name: "/durable/" in name and name.endswith(f"rank-{writer:05d}.pt"), late):
+        return train_with(run_dir, steps, "save", gemini=False, **more)
 
 
 def train_with(run_dir: Path, steps: int, how: str, **more: Any) -> dict[str, Any]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from typer.testing import CliRunner
 
 from scout_core.cli import app
 from scout_core.trust.files import write_record
 from scout_core.trust.manifest import ManifestStore
+from scout_core.trust.memory import HostMemory
 from scout_core.trust.run_record import RunRecord
+from scout_core.trust.states import TrustState
 from tests.trust.test_files import checkpoint
+from tests.trust.test_gemini import shards
 
 RUNNER = CliRunner()
 
@@ -32,6 +36,18 @@ def test_ls_show_verify_and_select_on_a_good_folder(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, ["trust", "verify", folder]).exit_code == 0
     selected = RUNNER.invoke(app, ["trust", "select", folder])
     assert selected.exit_code == 0 and json.loads(selected.output)["step"] == 20
+
+
+def test_ls_says_what_became_of_a_memory_copy_after_it_was_written(tmp_path: Path) -> None:
+    store = shards(tmp_path / "gemini")
+    for step in (4, 8):
+        copy = HostMemory(owner=2).begin(step, TrustState.CANDIDATE, {"w": torch.ones(1)}).finish()
+        store.write(copy, attempt=1, holder=2)
+    record = RunRecord(run_id="run", attempt=1).with_judgement(TrustState.RECOVERY_VERIFIED, [4])
+    (tmp_path / "manifests").mkdir()
+    write_record(tmp_path / "run.json", record.with_judgement(TrustState.REJECTED, [8]))
+    listed = json.loads(RUNNER.invoke(app, ["trust", "ls", str(tmp_path), "--json"]).output)
+    assert {row["step"]: row["state"] for row in listed["checkpoints"]} == {4: "RECOVERY_VERIFIED", 8: "REJECTED"}
 
 
 def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:

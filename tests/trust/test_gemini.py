@@ -152,3 +152,27 @@ def test_pruning_never_takes_the_verified_one(tmp_path: Path) -> None:
         store.write(memory.begin(step, state, {"w": torch.ones(1)}).finish(), attempt=0, holder=2)
         store.prune(2, 2)
     assert sorted(r.step for r in store.find(2)[0].values()) == [0, 3, 4]
+
+
+def test_pruning_goes_by_what_became_of_a_copy_and_leaves_other_runs_alone(tmp_path: Path) -> None:
+    memory = HostMemory(owner=2)
+    for run, step in (("other", 900), ("other", 901)):
+        foreign = memory.begin(step, STATE, {"w": torch.ones(1)}).finish()
+        shards(tmp_path, run_id=run).write(foreign, attempt=0, holder=2)
+    store = shards(tmp_path)
+    for step in range(1, 7):
+        store.write(memory.begin(step, TrustState.LATEST_GEMINI, {"w": torch.ones(1)}).finish(), attempt=0, holder=2)
+    became = {1: STATE, 6: TrustState.REJECTED}
+    store.prune(2, 2, lambda step, attempt: became.get(step))
+    assert sorted(int(place.name.split("-")[1]) for place in (tmp_path / "rank-00002").iterdir()) == [1, 4, 5, 900, 901]
+
+
+def test_the_same_bits_in_a_later_attempt_renew_the_record_and_not_the_data(tmp_path: Path) -> None:
+    copy = HostMemory(owner=2).begin(7, TrustState.CANDIDATE, training_state()).finish()
+    place = shards(tmp_path).write(copy, attempt=0, holder=2)
+    before = (place / "state.safetensors").stat()
+    copy.state = STATE
+    shards(tmp_path).write(copy, attempt=1, holder=2)
+    after, record = (place / "state.safetensors").stat(), shards(tmp_path).find(2)[0][place]
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert (record.attempt, record.state) == (1, STATE.value) and shards(tmp_path).read(place, 2).intact()

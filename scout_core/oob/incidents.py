@@ -1,0 +1,70 @@
+"""Which incident is open for one observer, and what ends it. Pure.
+
+Progress of a rank that was named ends its incident, and so does, where nobody was named or a process died, progress of
+any rank that is more than the end of a broken collective: a job that is being torn down has not recovered, and what
+goes wrong in it is a consequence of the first cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Incidents:
+    """The open incident of one observer and the findings that were already told. One per observer."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._moved = False
+        self._over = False
+        self.open: Mapping[str, Any] | None = None
+
+    @property
+    def claims(self) -> int:
+        """How many findings were told or claimed by some observer."""
+        return len(self._told)
+
+    def keep_back(self, kind: str, ranks: Sequence[int]) -> bool:
+        """Whether this finding is not to be reported: it was, or it is no death and another incident is open."""
+        return (kind, tuple(ranks)) in self._told or (self.open is not None and kind != "process_exit")
+
+    def claim(self, kind: str, ranks: Sequence[int]) -> None:
+        """Some observer is about to report this."""
+        self._told.add((kind, tuple(ranks)))
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Some observer has reported this: an incident is open here too, the first cause if one is open already."""
+        self.claim(record["kind"], record["ranks"])
+        if self.open is None:
+            self.open, self._moved, self._over = record, False, False
+
+    def progressed(self, *, failing: bool) -> bool:
+        """This observer's rank made progress; whether that ends the incident for everybody.
+
+        `failing`: the rank's collective broke, it handles an exception, or the job is being torn down.
+        """
+        if self.open is None:
+            return False
+        self._moved = True
+        named = self.open["ranks"]
+        if self._rank in named:
+            self._over = True
+            return True
+        if not named or self.open["kind"] == "process_exit":
+            self._over = self._over or not failing
+        return False
+
+    def over(self, incident_id: str) -> None:
+        """A rank that was named made progress, as its observer says."""
+        if self.open is not None and self.open["incident_id"] == incident_id:
+            self._over = True
+
+    def take_ended(self) -> Mapping[str, Any] | None:
+        """The incident that has ended, once: a next one will be reported. None while one is open, or none is."""
+        if self.open is None or not (self._over and self._moved):
+            return None
+        ended, self.open = self.open, None
+        self._told.clear()
+        return ended

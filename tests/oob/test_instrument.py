@@ -1,0 +1,178 @@
+"""Functional collectives, the compiler's callbacks, and what is known of loaders and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from scout_core.oob.channel import Channel, Scope
+from scout_core.oob.collectives import CollectiveWatch
+from scout_core.oob.instrument import Checkpoints, CompileWatch, Usual, WatchedLoader
+from scout_core.oob.layout import Activity, Phase
+from scout_core.oob.reader import read_groups, read_progress
+from scout_core.oob.writer import Publisher
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[Channel]:
+    made = Channel.create(Scope(run="t", attempt=0, pid=1, peers=(0,), rank=0), world=1, folder=tmp_path)
+    yield made
+    made.close(unlink=True, folder=tmp_path)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def calls(channel: Channel) -> list[str]:
+    return [call.text.partition(" at ")[0] for g in read_groups(channel.memory).values() for call in g.calls]
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_functional_collectives_are_calls_like_others(channel: Channel, alone: None) -> None:
+    originals = [functional.all_reduce, functional.all_gather_tensor, functional.reduce_scatter_tensor]
+    watch = CollectiveWatch(Publisher(channel.memory, (0,)))
+    x, group = torch.ones(4), dist.group.WORLD
+    results = [
+        functional.all_reduce(x, "sum", group),
+        functional.all_gather_tensor(x, 0, group),
+        functional.reduce_scatter_tensor(x, "sum", 0, group),
+        functional.broadcast(x, 0, group),
+        functional.all_to_all_single(x, None, None, group),
+    ]
+    assert [result.tolist() for result in results] == [[1.0] * 4] * 5
+    assert calls(channel) == [
+        "functional.all_reduce(float32[4], SUM)",
+        "functional.all_gather_tensor(float32[4], dim=0)",
+        "functional.reduce_scatter_tensor(float32[4], SUM)",
+        "functional.broadcast(float32[4], src=0)",
+        "functional.all_to_all_single(torch.float32, ())",
+    ]
+    watch.close()
+    assert originals == [functional.all_reduce, functional.all_gather_tensor, functional.reduce_scatter_tensor]
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    """Rank 0 of four, whose peers are not there: collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks [+] tag:FutureWarning")
+def test_functional_collectives_are_told_apart_by_group_however_it_is_given(channel: Channel, four: None) -> None:
+    watch = CollectiveWatch(Publisher(channel.memory, (0, 1, 2, 3)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    name = mesh["dp"].get_group().group_name
+    for group in (mesh["tp"], (mesh, 0), name, [0, 1], dist.group.WORLD):
+        functional.all_reduce(torch.ones(2), "sum", group)
+    seen = {g.members: g.issued for g in read_groups(channel.memory).values()}
+    assert seen == {(0, 1): 2, (0, 2): 2, (0, 1, 2, 3): 1}
+    watch.close()
+
+
+def test_compiled_collectives_stay_the_compilers(channel: Channel, alone: None) -> None:
+    """Traced code runs the original alone: it compiles as it did, and nothing is recorded."""
+    watch = CollectiveWatch(Publisher(channel.memory, (0,)))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+
+    assert reduced(torch.ones(3)).tolist() == [2.0] * 3
+    watch.close()
+    assert calls(channel) == []
+
+
+def test_the_compiler_says_when_it_compiles(channel: Channel) -> None:
+    publisher = Publisher(channel.memory)
+    publisher.boundary(1)
+    watch, seen = CompileWatch(publisher), []
+    watch.look()
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.append(read_progress(channel.memory).phase)
+        return graph
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+    for size in (3, 4, 4):  # compiled, compiled anew, known
+        compiled(torch.ones(size))
+        assert publisher.phase is Phase.TRAIN
+    assert seen == [Phase.COMPILE] * 2
+    watch.close()
+    torch.compile(lambda x: x * 3, backend=backend)(torch.ones(2))
+    assert seen[2:] == [Phase.TRAIN]
+
+
+def test_a_loader_publishes_its_next_and_is_itself_in_all_else(channel: Channel) -> None:
+    publisher, seen = Publisher(channel.memory), []
+
+    class Source:
+        batch_size = 7
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[int]:
+            for i in range(3):
+                seen.append((read_progress(channel.memory).activity, read_progress(channel.memory).name))
+                yield i
+
+    loader = WatchedLoader(Source(), "train", publisher)
+    assert list(loader) == [0, 1, 2] and len(loader) == 3 and loader.batch_size == 7
+    assert seen == [(Activity.DATALOADER, "train")] * 3
+    assert read_progress(channel.memory).activity is Activity.NONE
+
+
+def test_the_first_next_of_each_pass_is_not_held_to_the_usual_time(channel: Channel) -> None:
+    """Workers are started anew for each pass over the data."""
+    publisher, seen = Publisher(channel.memory), []
+
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            for i in range(3):
+                seen.append(read_progress(channel.memory).usual_ns > 0)
+                yield i
+
+    loader = WatchedLoader(Source(), "train", publisher)
+    assert [list(loader), list(loader)] == [[0, 1, 2]] * 2
+    assert seen == [False, True, True] * 2
+
+
+def test_a_checkpoint_write_has_its_phase_and_a_failed_one_no_usual_time(channel: Channel) -> None:
+    publisher = Publisher(channel.memory)
+    publisher.boundary(1)
+    files = Checkpoints(publisher)
+    inside = None
+    with suppress(OSError), files.io("write", "a"):
+        inside = read_progress(channel.memory)
+        raise OSError
+    assert inside is not None
+    assert (inside.phase, inside.activity, inside.name) == (Phase.CHECKPOINT, Activity.CHECKPOINT_WRITE, "a")
+    assert publisher.phase is Phase.TRAIN
+    with files.io("write", "a"):
+        assert read_progress(channel.memory).usual_ns == 0
+    with files.io("write", "a"):
+        assert read_progress(channel.memory).usual_ns > 0
+
+
+def test_the_usual_time_is_a_median_of_the_newest() -> None:
+    usual = Usual()
+    for duration in [10, 1000, 20]:
+        usual.add(duration)
+    assert usual.ns == 20
+    for _ in range(100):
+        usual.add(7)
+    assert usual.ns == 7

@@ -38,6 +38,7 @@ from scout_core.doctor.job import JobError, launched
 from scout_core.doctor.render import fact_lines, finding_lines
 from scout_core.health.cli import add_health_command
 from scout_core.oob.channel import sweep
+from scout_core.simulate.cli import add_simulate_command
 from scout_core.trust.cli import add_trust_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Names the rank at fault in distributed training.")
@@ -219,6 +220,7 @@ def _toml(keys: Sequence[tuple[str, Any, str]]) -> Iterator[str]:
 
 add_health_command(app)
 add_trust_command(app)
+add_simulate_command(app)
 
 if __name__ == "__main__":
     main()

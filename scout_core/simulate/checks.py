@@ -26,7 +26,7 @@ from scout_core.replay.cohorts import ColumnView, Joined, join
 from scout_core.replay.evidence import Observation, surfaces_of
 from scout_core.replay.isolation import Elapsed
 from scout_core.replay.schedule import Plan, Recipe
-from scout_core.replay.verdict import RecipeVerdict, judge_recipe
+from scout_core.replay.verdict import EXECUTED, RecipeVerdict, judge_recipe
 from scout_core.simulate.cohort import Cohort
 from scout_core.simulate.faults import MODULES, STATE, SimFault
 from scout_core.simulate.model import SimModel
@@ -50,7 +50,7 @@ class CohortCheck:
     ran: ids of the recipes that every rank of the cohort ran. reasons: why others did not.
     joined, stragglers: by recipe, one entry a column; stragglers only for columns in which somebody may be slow.
     acted: in how many executions each fault, by its number, did something to the evidence.
-    settled: ids of recipes that had repeated themselves everywhere before.
+    settled: ids of recipes that had repeated themselves on all ranks before.
     """
 
     ran: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class CohortRun:
         runnable = set.intersection(*(set(verdict.runnable) for verdict in readiness))
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in runnable]
         columns = range(self.cohort.columns)
-        settled = [recipe.recipe_id for recipe in recipes if all(self._settled(c, recipe) for c in columns)]
+        settled = [recipe.recipe_id for recipe in recipes if all(self._qualified(c, recipe) for c in columns)]
         acted: dict[int, int] = {}
         runs: dict[str, list[Runs]] = {recipe.recipe_id: [[] for _ in columns] for recipe in recipes}
         joined: dict[str, list[Joined]] = {}
@@ -166,14 +166,17 @@ class CohortRun:
         """Add executions of a recipe, `counts[c]` in column c. Partners execute a recipe that communicates together."""
         concerned = {n: fault for n, fault in acting.items() if self._concerns(plan, recipe, fault)}
         slow = {self._places[n]: fault.factor for n, fault in acting.items() if fault.kind == "straggler"}
+        known = self._known.get((0, recipe.recipe_id), Qualification())
         for execution in range(max(counts)):
             happening = {n: f for n, f in concerned.items() if f.chance >= 1 or self._rng.random() < f.chance}
             for number in happening:
                 acted[number] = acted.get(number, 0) + 1
             apart = self._apart(recipe, happening)
+            if known.nondeterministic:
+                apart = _only_read(apart)
             for column in range(self.cohort.columns):
                 if execution < counts[column]:
-                    row = self._row_of(recipe, column, apart, again=any(f.varies for f in happening.values()))
+                    row = self._row_of(recipe, column, apart)
                     runs[column].append(self._timed(row, column, slow) if column in self._judges else row)
 
     def _concerns(self, plan: Plan, recipe: Recipe, fault: SimFault) -> bool:
@@ -198,16 +201,15 @@ class CohortRun:
             traces = apart.setdefault((column, row), Traces())
             traces.surfaces |= in_state(fault, recipe.recipe_class, names)
             traces.failed = traces.failed or fault.kind == "raises"
+            traces.varies = traces.varies or fault.varies
         for row, faults in rows.items():
             for column, traces in travel(self._model, self.cohort, faults).items():
+                traces.varies = any(fault.varies for _, fault in faults)
                 apart[column, row] = traces
         return apart
 
-    def _row_of(
-        self, recipe: Recipe, column: int, apart: Mapping[tuple[int, int], Traces], *, again: bool
-    ) -> list[Observation]:
-        """One execution's evidence of all peers of a column; the same list whenever all are healthy. `again`: what is
-        wrong comes out in another way each time."""
+    def _row_of(self, recipe: Recipe, column: int, apart: Mapping[tuple[int, int], Traces]) -> list[Observation]:
+        """One execution's evidence of all peers of a column; the same list whenever all are healthy."""
         name, kind = recipe.recipe_id, recipe.recipe_class
         if name not in self._sound:
             sound = observation(self._model, name, kind, lockstep=self._lockstep)
@@ -218,7 +220,7 @@ class CohortRun:
         seen = list(self._sound[name])
         for row in rows:
             traces = apart[column, row]
-            salt = (column, row, self._rng.random() if again or traces.varies else None)
+            salt = (column, row, self._rng.random() if traces.varies else None)
             seen[row] = observation(self._model, name, kind, lockstep=self._lockstep, traces=traces, salt=salt)
         return seen
 
@@ -292,6 +294,10 @@ class CohortRun:
             column: judge.judge(recipe.recipe_class, _times_ms(runs[column])) for column, judge in self._judges.items()
         }
 
+    def _qualified(self, column: int, recipe: Recipe) -> bool:
+        known = self._known.get((column, recipe.recipe_id), Qualification())
+        return known.qualified or recipe.recipe_class == "state"
+
     def _settled(self, column: int, recipe: Recipe) -> bool:
         known = self._known.get((column, recipe.recipe_id), Qualification())
         return known.qualified or known.nondeterministic or recipe.recipe_class == "state"
@@ -323,6 +329,12 @@ def concerns(model: SimModel, plan: Plan, recipe: Recipe, fault: SimFault) -> bo
         seen = fault.surface in (*STATE, "gradient", "updated_state")
         return seen and window == plan.optimizer_ordinal % model.windows
     return fault.recipe_id == recipe.recipe_id
+
+
+def _only_read(apart: Mapping[tuple[int, int], Traces]) -> dict[tuple[int, int], Traces]:
+    """What is left where nothing is executed, since a recipe is known not to repeat itself."""
+    read = {place: Traces(surfaces=traces.surfaces - EXECUTED) for place, traces in apart.items()}
+    return {place: traces for place, traces in read.items() if traces.surfaces}
 
 
 def _healthy_contract(plan: Plan) -> RankContract:

@@ -49,7 +49,7 @@ class Cost:
 class Report:
     """What a simulation found. `false_alarms` are `(step, what, rank)` of blame on ranks that have no such fault.
 
-    `decision_s` is the time of all decisions on this machine and `judged` the columns of recipes they were about: a
+    `decision_s` is the CPU time of all decisions on this machine and `judged` the columns of recipes they were about: a
     rank of a real job decides on its own column only, `decision_us_per_rank` for all recipes of a check.
     """
 
@@ -103,7 +103,7 @@ def simulate(
     check_faults(faults, model)
     groups = _derive(model.grid) if healthy else _estimate(model.grid)
     histories = _histories(model, faults)
-    judged, started = 0, time.perf_counter()
+    judged, started = 0, time.process_time()
     for history in histories.values():
         run = CohortRun(model, history.cohort, history.faults, seed=seed, every=healthy)
         for ordinal in range(1, checks + 1):
@@ -115,7 +115,7 @@ def simulate(
     outcomes = {n: judge(history, n) for history in histories.values() for n in history.faults}
     quiet, quiet_judged, quiet_alarms = _all_others(model, set(histories), seed) if healthy else (0, 0, set())
     slow, slow_alarms = _communication(model, faults, checks, seed)
-    elapsed_s = time.perf_counter() - started
+    elapsed_s = time.process_time() - started
     recipes = len(model.classes(0)) + (0 if model.shard_peers else 1)
     judged += quiet_judged
     return Report(
@@ -196,13 +196,13 @@ def _communication(
 
 def _derive(grid: Grid) -> Groups:
     """Every rank's own groups, derived one rank after the other as each rank does for itself."""
-    started = time.perf_counter()
+    started = time.process_time()
     peers: set[int] = set()
     cohorts: set[int] = set()
     for rank in grid.members:
         peers.add(grid.peers(rank)[0])
         cohorts.add(grid.lockstep(rank)[0])
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     return _sizes(grid, peer_groups=len(peers), cohorts=len(cohorts), seconds=seconds)
 
 

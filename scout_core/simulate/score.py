@@ -40,6 +40,9 @@ class Boundary(str, Enum):
     NO_WITNESS = "no healthy process group to compare with"
 
 
+RECURRENCES = 3
+"""Checks of a qualified recipe in which an intermittent fault that acts must have been attributed."""
+
 Answer = Literal["hit", "noticed", "miss"]
 
 
@@ -126,8 +129,10 @@ def judge(history: History, number: int) -> Outcome:
         if seen == "hit":
             return Outcome(number=number, fault=fault, answer="hit", step=step)
         noticed = step if noticed is None and seen == "noticed" else noticed
-    answer: Answer = "miss" if noticed is None else "noticed"
-    return Outcome(number=number, fault=fault, answer=answer, step=noticed, boundary=_boundary(history, number))
+    boundary = _boundary(history, number)
+    if noticed is None:
+        return Outcome(number=number, fault=fault, answer="miss", boundary=boundary)
+    return Outcome(number=number, fault=fault, answer="noticed", step=noticed, boundary=boundary)
 
 
 def _seen(history: History, fault: SimFault, step: int, check: CohortCheck) -> Answer:
@@ -145,7 +150,9 @@ def _seen(history: History, fault: SimFault, step: int, check: CohortCheck) -> A
     recipes = [r for r in plan.recipes if concerns(history.model, plan, r, fault)] if plan is not None else []
     verdicts = [one.verdict for recipe in recipes for one in check.joined.get(recipe.recipe_id, ())]
     if fault.kind == "nondeterministic":
-        return "hit" if any(verdict.nondeterministic for verdict in verdicts) else "miss"
+        if any(verdict.nondeterministic for verdict in verdicts):
+            return "hit"
+        return "noticed" if any(verdict.reason is not None for verdict in verdicts) else "miss"
     if fault.kind == "raises":
         return "hit" if any(verdict.raised for verdict in verdicts) else "miss"
     if any(rank == fault.rank for _, rank in blamed(history, check)):
@@ -171,6 +178,8 @@ def _boundary(history: History, number: int) -> Boundary | None:
         return Boundary.NOT_READY
     if fault.kind == "drift":
         return _why_no_drift(history, fault)
+    if fault.chance < 1 and not _acted(history, number):
+        return Boundary.INTERMITTENT
     if cohort.peers == 2:
         return Boundary.TWO_PEERS
     if fault.kind == "straggler":
@@ -229,8 +238,6 @@ def _why_not_slow(history: History, number: int, ran: int) -> Boundary | None:
 
 def _why_not_blamed(history: History, number: int) -> Boundary | None:
     fault, cohort = history.faults[number], history.cohort
-    if not sum(check.acted.get(number, 0) for _, check in history.checks):
-        return Boundary.INTERMITTENT
     others = {n: f for n, f in history.faults.items() if n != number and _overlap(history, fault, f)}
     if any(f.kind == "nondeterministic" for f in others.values()):
         return Boundary.NONDETERMINISTIC
@@ -246,26 +253,40 @@ def _why_not_blamed(history: History, number: int) -> Boundary | None:
         first = max(fault.collective, history.model.forward if fault.surface != "output" else 0)
         if first >= MARKS - 1:
             return Boundary.COHORT
-    if fault.chance < 1 or any(f.chance < 1 or f.varies for f in others.values()):
-        return Boundary.INTERMITTENT
-    return None
+    rare = fault.chance < 1 and len(_acted(history, number, settled=True)) < RECURRENCES
+    return Boundary.INTERMITTENT if rare or any(f.chance < 1 or f.varies for f in others.values()) else None
+
+
+def _acted(history: History, number: int, *, settled: bool = False) -> list[int]:
+    """Steps of the checks whose evidence a fault touched; of those alone, if so wanted, whose recipes had repeated
+    themselves on all ranks before."""
+    fault, model = history.faults[number], history.model
+    steps = []
+    for step, check in history.checks:
+        plan = model.plan(history.cohort.stage, step)
+        if plan is None or not check.acted.get(number):
+            continue
+        recipes = {r.recipe_id for r in plan.recipes if concerns(model, plan, r, fault)}
+        steps += [step] if not settled or recipes & check.settled else []
+    return steps
 
 
 def _overlap(history: History, one: SimFault, other: SimFault) -> bool:
-    """Whether two faults ever concern the same recipe of the same check."""
+    """Whether two faults ever concern the same recipe of the same check; with a recipe that does not repeat itself, in
+    any check, since it is not executed any more once that is known."""
     for step, _ in history.checks:
         plan = history.model.plan(history.cohort.stage, step)
-        if plan is None or not (one.active(step) and other.active(step)):
+        if plan is None or not one.active(step):
             continue
-        if other.kind == "desync":
+        recipes = [recipe for recipe in plan.recipes if concerns(history.model, plan, recipe, one)]
+        if other.kind == "nondeterministic" and any(recipe.recipe_id == other.recipe_id for recipe in recipes):
             return True
-        for recipe in plan.recipes:
-            if not concerns(history.model, plan, recipe, one):
-                continue
-            if concerns(history.model, plan, recipe, other):
-                return True
-            if other.kind == "not_ready" and other.recipe == recipe.recipe_class:
-                return True
+        if not other.active(step):
+            continue
+        if other.kind == "desync" or any(concerns(history.model, plan, recipe, other) for recipe in recipes):
+            return True
+        if other.kind == "not_ready" and any(recipe.recipe_class == other.recipe for recipe in recipes):
+            return True
     return False
 
 

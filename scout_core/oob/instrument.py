@@ -203,3 +203,16 @@ def main_thread_exception(thread: int | None = None) -> str:
     if not isinstance(error, BaseException):
         return ""
     return "".join(traceback.format_exception(error))[-3000:]
+
+
+def all_stacks() -> str:
+    """The Python stacks of every thread of this process, from the thread that calls; at most 8,000 characters."""
+    import traceback
+
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
+    return "\n".join(parts)[:8000]

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -225,6 +226,7 @@ class OutOfBand:
             rank=peers.rank,
             peers=peers.ranks,
             pid=os.getpid(),
+            thread=threading.get_native_id(),
             start_ticks=start_ticks(os.getpid()) or 0,
             channel=self._channel.name,
             token=self._channel.token.hex(),

@@ -16,7 +16,7 @@ from scout_core.oob.incidents import Incidents
 from scout_core.oob.layout import HEADER
 from scout_core.oob.line import Line
 from scout_core.oob.messages import report_message
-from scout_core.oob.process import ProcessWatch, ask_for_stacks
+from scout_core.oob.process import ProcessWatch, ask_for_stack
 from scout_core.oob.records import RankView
 from scout_core.oob.seat import Seat
 from scout_core.report.event_log import EventLog
@@ -38,6 +38,7 @@ class Reporter:
         self._log = EventLog(seat.run_dir) if seat.run_dir is not None else None
         self._reported = ""
         self._stacks: dict[int, str] = {}
+        self._all_stacks: str | None = None
         self._flights: set[int] = set()
         self._hooked = False
 
@@ -47,6 +48,8 @@ class Reporter:
         """A line of the training process."""
         if line.get("hooked"):
             self._hooked = True
+        if "stacks" in line:
+            self._all_stacks = line["stacks"]
         if "flight" in line:
             self._flights.add(self._seat.rank)
 
@@ -54,7 +57,7 @@ class Reporter:
         """A message of another observer that concerns reports; any other is left alone."""
         sender, kind = message["from"], message["type"]
         if kind == "stacks?":
-            self._line.send(sender, {"type": "stacks", "text": self._own_stacks()[-12000:]})
+            self._line.send(sender, {"type": "stacks", "text": self._own_stacks()[:12000]})
         elif kind == "stacks":
             self._stacks[sender] = message["text"]
         elif kind == "flight?":
@@ -149,10 +152,15 @@ class Reporter:
         )
 
     def _own_stacks(self) -> str:
-        number = HEADER.unpack_from(self._channel.memory, 0)[-1]
+        """The training thread's stack by signal, whoever holds the interpreter lock; all threads' if it can be had."""
+        seat, number = self._seat, HEADER.unpack_from(self._channel.memory, 0)[-1]
+        self._all_stacks = None
+        self._line.say({"ask": "stacks"})
+        own = ask_for_stack(seat.pid, seat.thread, number, seat.stacks, _EVIDENCE_S * 0.4)
+        self._line.pump(time.monotonic() + _EVIDENCE_S * 0.2, lambda: self._all_stacks is not None)
         threads = "\n".join(self._process.threads()[:64])
-        stacks = ask_for_stacks(self._seat.pid, number, self._seat.stacks, _EVIDENCE_S * 0.6)
-        return f"{stacks}\nthreads (state, wait channel):\n{threads}"
+        every = self._all_stacks or "none: the interpreter lock is held, or the process is stopped"
+        return f"{own}\n\nall threads:\n{every}\n\nthreads (state, wait channel):\n{threads}"
 
     def _own_flight(self, folder: str) -> None:
         """Let the training process write its flight records there, and wait until it has, for a moment."""

@@ -10,13 +10,17 @@ from scout_core.config import OobConfig
 
 
 class Seat(BaseModel):
-    """One observer's place. `port` is set for the first rank under TCP rendezvous, `file` under file rendezvous."""
+    """One observer's place. `thread` is the kernel's id of the training thread.
+
+    `port` is set for the first rank under TCP rendezvous, `file` under file rendezvous.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int
     peers: tuple[int, ...]
     pid: int
+    thread: int
     start_ticks: int
     channel: str
     token: str

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scout_core.oob.flight import write_flight_records
-from scout_core.oob.instrument import main_thread_exception
+from scout_core.oob.instrument import all_stacks, main_thread_exception
 from scout_core.oob.process import read_state
 from scout_core.oob.seat import Seat
 from scout_core.replay.guard import logger
@@ -126,6 +126,8 @@ class Supervisor:
     def _take(self, line: dict[str, Any]) -> None:
         if line.get("ask") == "exception":
             self.tell({"exception": main_thread_exception(self._thread_id)})
+        elif line.get("ask") == "stacks":
+            self.tell({"stacks": all_stacks()})
         elif line.get("ask") == "flight":
             self.tell({"flight": self._write_flight(Path(line["folder"]))})
         elif "report" in line:
@@ -146,9 +148,12 @@ class Supervisor:
 
 
 def register_stacks(path: Path) -> Any:
-    """Let `STACKS_SIGNAL` write this process's Python stacks into `path`; returns the open file, to be kept."""
+    """Let `STACKS_SIGNAL` write the Python stack of the thread that gets it into `path`; the open file, to be kept.
+
+    Of that thread alone: faulthandler walks the frames of others while they run, and may crash the process by it.
+    """
     file = open(path, "w")  # noqa: SIM115  # faulthandler writes to it for as long as the job lives
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False)
     return file
 
 

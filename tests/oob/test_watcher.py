@@ -51,7 +51,8 @@ def test_as_many_looks_confirm_a_stall_as_are_asked_for(persistence: int, channe
     config = OobConfig(stall_train_s=THRESHOLD_S, stall_startup_s=THRESHOLD_S, stall_persistence=persistence)
     link, parent, (wake, _) = FakeLink(), os.pidfd_open(os.getpid()), os.pipe()
     seat = Seat(
-        rank=0, peers=(0,), pid=os.getpid(), start_ticks=start_ticks(os.getpid()) or 0, channel=channel.name,
+        rank=0, peers=(0,), pid=os.getpid(), thread=threading.get_native_id(),
+        start_ticks=start_ticks(os.getpid()) or 0, channel=channel.name,
         token=channel.token.hex(), run="t", attempt=0, state_dir=tmp_path, stacks=tmp_path / "stacks", config=config,
     )  # fmt: skip
     Publisher(channel.memory, (0,))

@@ -12,11 +12,8 @@ import scout_core
 from scout_core.faults.bits import own_part
 from tests.distributed.layouts import CASES, SMALL, Job, LayoutCase
 from tests.distributed.layouts.model import LAYERS
-from tests.distributed.layouts.ready import needs_core
 from tests.distributed.live_state import differences, flags, hooks
 from tests.distributed.pool import RankPool
-
-pytestmark = needs_core
 
 STEPS, INTERVAL = 20, 4
 QUIET = {"straggler_absolute_ms": 1e4, "oob_enabled": False}

@@ -11,11 +11,8 @@ import scout_core
 from tests.distributed.layouts import CASES, SMALL, LayoutCase
 from tests.distributed.layouts.faults import Kind, LayoutFault, inject, kinds_on, layer_on
 from tests.distributed.layouts.model import LAYERS
-from tests.distributed.layouts.ready import needs_core
 from tests.distributed.layouts.test_clean import QUIET
 from tests.distributed.pool import RankPool
-
-pytestmark = needs_core
 
 ALL_TURNS = LAYERS + 1
 """Checks after which every block has had its turn."""

@@ -10,11 +10,8 @@ import torch.distributed as dist
 import scout_core
 from tests.distributed.layouts import CASES, SMALL, LayoutCase
 from tests.distributed.layouts.model import LENGTH
-from tests.distributed.layouts.ready import needs_core
 from tests.distributed.layouts.test_clean import QUIET
 from tests.distributed.pool import RankPool
-
-pytestmark = needs_core
 
 ODD = 3
 UNEVEN = [name for name in SMALL if CASES[name].lengths_vary]

@@ -15,7 +15,8 @@ from tests.distributed.layouts.model import LAYERS
 from tests.distributed.live_state import differences, flags, hooks
 from tests.distributed.pool import RankPool
 
-STEPS, INTERVAL = 20, 4
+SHORT, LONG = (12, 3), (20, 4)
+"""Steps, and steps from check to check: in both every block has its turn."""
 QUIET = {"straggler_absolute_ms": 1e4, "oob_enabled": False}
 
 
@@ -58,15 +59,15 @@ def watch(job: Job, **options: Any) -> tuple[scout_core.Scout, list[Any], list[s
     return scout, results, traces
 
 
-def healthy(name: str) -> dict[str, Any]:
+def healthy(name: str, steps: int, interval: int) -> dict[str, Any]:
     """One job without SCOUT, one with it, and what its checks said."""
     alone = CASES[name].build(1)
-    alone.train(STEPS)
+    alone.train(steps)
     end = {**alone.owned_state(), "rng": torch.get_rng_state()}
     job = CASES[name].build(1)
     untouched = hooks(job.model)
-    scout, results, traces = watch(job, check_interval=INTERVAL)
-    job.train(STEPS)
+    scout, results, traces = watch(job, check_interval=interval)
+    job.train(steps)
     final = {**job.owned_state(), "rng": torch.get_rng_state()}
     scout.close()
     return {
@@ -92,10 +93,9 @@ def catalog(case: LayoutCase, rank: int) -> set[str]:
     return ends | {f"hidden:{layer}" for layer in range(stage * share, (stage + 1) * share)}
 
 
-def judge(pool: RankPool, name: str) -> None:
-    case = CASES[name]
-    for rank, seen in enumerate(pool.run(healthy, name, timeout=200)):
-        checks = STEPS // INTERVAL
+def judge(pool: RankPool, name: str, steps: int, interval: int) -> None:
+    case, checks = CASES[name], steps // interval
+    for rank, seen in enumerate(pool.run(healthy, name, steps, interval, timeout=200)):
         assert seen["reasons"] == [] and seen["reports"] == [], (rank, seen)
         assert seen["statuses"] == ["Agree"] * checks and seen["trusted"] == [True] * checks, (rank, seen)
         assert seen["peers"] == {case.expected_peers(rank)}, (rank, seen)
@@ -105,13 +105,13 @@ def judge(pool: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_checks_are_clean_and_leave_no_trace(name: str, request: pytest.FixtureRequest) -> None:
-    judge(request.getfixturevalue(f"ranks{CASES[name].ranks}"), name)
+    judge(request.getfixturevalue(f"ranks{CASES[name].ranks}"), name, *SHORT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CASES.keys() - set(SMALL)))
-def test_products_of_three(name: str, ranks12: RankPool) -> None:
-    judge(ranks12, name)
+@pytest.mark.parametrize("name", CASES)
+def test_more_steps_leave_no_trace(name: str, request: pytest.FixtureRequest) -> None:
+    judge(request.getfixturevalue(f"ranks{CASES[name].ranks}"), name, *LONG)
 
 
 def off_schedule(name: str) -> dict[str, Any]:

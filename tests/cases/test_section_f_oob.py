@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.checkpoint import checkpoint
 
-from scout_core.oob.channel import Channel, Scope, leftovers, sweep
+from scout_core.oob.channel import Channel, Scope, sweep
 from scout_core.oob.fingerprints import describe
 from scout_core.oob.instrument import Checkpoints, WatchedLoader
 from scout_core.oob.layout import CallState
 from scout_core.oob.reader import read_progress
 from scout_core.oob.writer import Publisher
 from tests.oob.jobs import STALL_S, WIDTH, TinyJob, idle, records, reports, running, say, wait_reports, wait_until
+from tests.oob.launches import segments_of
 
 
 def healthy(run_dir: str) -> None:
@@ -142,8 +143,8 @@ def test_f09_f11_killed_training_leaves_no_observer_and_no_segment(tmp_path: Pat
         begun = time.monotonic()
         wait_until(lambda: all(map(ended, observers)))
         assert time.monotonic() - begun < 3.0
-    sweep()
-    assert leftovers() == ()
+        sweep()
+        assert segments_of(ranks.pids) == ()
 
 
 def progressing(run_dir: str) -> None:

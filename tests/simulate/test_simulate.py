@@ -83,6 +83,13 @@ def test_of_two_faults_in_one_row_the_first_is_named_and_hides_the_second() -> N
     assert answers(job([first, second], world=16, tp=4)) == [("hit", None), ("noticed", Boundary.SAME_ROW)]
 
 
+def test_a_fault_from_the_first_check_on_does_not_hide_a_later_one_as_nondeterministic() -> None:
+    first = {"kind": "corruption", "rank": 5, "surface": "parameter_state"}
+    later = {"kind": "corruption", "rank": 14, "surface": "output", "step": 8}
+    report = job([first, later], world=20, tp=4, checks=12, model={"layers": 1})
+    assert answers(report) == [("hit", None), ("hit", None)]
+
+
 def test_a_rank_that_is_not_ready_stops_its_whole_cohort_and_no_other() -> None:
     missing = {"kind": "not_ready", "rank": 1}
     beside = {"kind": "corruption", "rank": 2}

@@ -34,6 +34,7 @@ class Boundary(str, Enum):
     SAME_ROW = "another rank of the same lockstep cohort is faulty too, and its values came first"
     COHORT = "the cohort is named: the collective is one of many that share a word of evidence"
     NONDETERMINISTIC = "the recipe does not repeat itself bit for bit"
+    MIXED = "of several faulty ranks one does not repeat itself, and then replays prove nothing about any of them"
     THRESHOLD = "below the thresholds of stragglers"
     ONE_GROUP = "only one slow process group, or none"
     SEVERAL_SLOW = "several independent communication faults at once"
@@ -139,7 +140,8 @@ def _seen(history: History, fault: SimFault, step: int, check: CohortCheck) -> A
     if fault.kind in ("not_ready", "desync"):
         wanted = "readiness" if fault.kind == "not_ready" else "collective_digest"
         told = [r for r in check.reasons if r.field == wanted and (wanted != "readiness" or r.recipe == fault.recipe)]
-        if any(r.ranks == (fault.rank,) for r in told):
+        alike = {f.rank for f in history.faults.values() if f.kind == fault.kind and f.active(step)}
+        if any(fault.rank in r.ranks and alike.issuperset(r.ranks) for r in told):
             return "hit"
         return "noticed" if any(fault.rank in r.ranks for r in told) else "miss"
     if fault.kind == "straggler":
@@ -184,9 +186,7 @@ def _boundary(history: History, number: int) -> Boundary | None:
         return Boundary.TWO_PEERS
     if fault.kind == "straggler":
         return _why_not_slow(history, number, ran)
-    if fault.kind == "corruption":
-        return _why_not_blamed(history, number)
-    return None
+    return _why_not_blamed(history, number) if fault.kind == "corruption" else _why_not_told(history, number)
 
 
 def _coverage(history: History, fault: SimFault) -> tuple[int, int]:
@@ -213,12 +213,29 @@ def _why_no_drift(history: History, fault: SimFault) -> Boundary | None:
     if history.cohort.columns == 1:
         return Boundary.NO_PEERS
     others = [f for f in history.faults.values() if f is not fault]
-    if any(f.kind == "drift" for f in others) and len({f.rank for f in others}) >= 1:
-        columns = {history.cohort.place(f.rank)[0] for f in history.faults.values() if f.kind == "drift"}
-        if len(columns) == history.cohort.columns:
-            return Boundary.COMMON_MODE
+    columns = {history.cohort.place(f.rank)[0] for f in history.faults.values() if f.kind == "drift"}
+    if len(columns) == history.cohort.columns:
+        return Boundary.COMMON_MODE
+    if any(f.kind == "raises" and f.recipe == "state" for f in others):
+        return Boundary.NOT_READY
     # While some replica stands apart by itself, partners are not compared with each other.
     return Boundary.NO_MAJORITY if any(f.kind == "corruption" and f.surface in STATE for f in others) else None
+
+
+def _why_not_told(history: History, number: int) -> Boundary | None:
+    """Why a rank that is not ready, raises or issues other collectives, or a recipe that does not repeat itself, was not
+    told for that: another fault stood before it."""
+    fault, others = history.faults[number], [f for n, f in history.faults.items() if n != number]
+    together = [f for f in others if f.kind == "desync" or f.kind == "not_ready" and f.recipe == fault.recipe]
+    if together:
+        split = fault.kind == "desync" and 2 * len({fault.rank, *(f.rank for f in together)}) >= history.cohort.peers
+        return Boundary.NO_MAJORITY if split else Boundary.NOT_READY
+    same = {f.kind for f in others if f.recipe_id == fault.recipe_id or _overlap(history, fault, f)}
+    if "raises" in same:
+        return Boundary.NOT_READY
+    if "nondeterministic" in same:
+        return Boundary.NONDETERMINISTIC
+    return Boundary.MIXED if "corruption" in same else None
 
 
 def _why_not_slow(history: History, number: int, ran: int) -> Boundary | None:
@@ -253,8 +270,10 @@ def _why_not_blamed(history: History, number: int) -> Boundary | None:
         first = max(fault.collective, history.model.forward if fault.surface != "output" else 0)
         if first >= MARKS - 1:
             return Boundary.COHORT
+    if others and any(f.chance < 1 or f.varies for f in (fault, *others.values())):
+        return Boundary.MIXED
     rare = fault.chance < 1 and len(_acted(history, number, settled=True)) < RECURRENCES
-    return Boundary.INTERMITTENT if rare or any(f.chance < 1 or f.varies for f in others.values()) else None
+    return Boundary.INTERMITTENT if rare else None
 
 
 def _acted(history: History, number: int, *, settled: bool = False) -> list[int]:

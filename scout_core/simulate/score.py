@@ -223,10 +223,10 @@ def _why_no_drift(history: History, fault: SimFault) -> Boundary | None:
 
 
 def _why_not_told(history: History, number: int) -> Boundary | None:
-    """Why a rank that is not ready, raises or issues other collectives, or a recipe that does not repeat itself, was not
-    told for that: another fault stood before it."""
+    """Why a rank that is not ready, raises or issues other collectives, or a recipe that varies, was not told for that:
+    another fault stood before it."""
     fault, others = history.faults[number], [f for n, f in history.faults.items() if n != number]
-    together = [f for f in others if f.kind == "desync" or f.kind == "not_ready" and f.recipe == fault.recipe]
+    together = [f for f in others if f.kind == "desync" or (f.kind == "not_ready" and f.recipe == fault.recipe)]
     if together:
         split = fault.kind == "desync" and 2 * len({fault.rank, *(f.rank for f in together)}) >= history.cohort.peers
         return Boundary.NO_MAJORITY if split else Boundary.NOT_READY

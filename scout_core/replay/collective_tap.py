@@ -185,8 +185,9 @@ def _waited(name: str, result: Any) -> Any:
     """Wait for a call of `torch.distributed` itself; not for point to point, whose other end may come later."""
     if name.startswith("c10d.") and name not in _POINT_TO_POINT:
         work = result[-1] if isinstance(result, (tuple, list)) else result
-        if isinstance(work, torch.ScriptObject):
-            dist.Work.unbox(work).wait()
+        handle = dist.Work.unbox(work) if isinstance(work, torch.ScriptObject) else None
+        if handle is not None:  # NCCL gives none for a call that is synchronous anyway
+            handle.wait()
     return result
 
 

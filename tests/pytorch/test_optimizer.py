@@ -191,6 +191,8 @@ def test_live_state_is_listed_in_parameter_order_without_copies() -> None:
     listed = list(slices.state_tensors())
     assert [name for _, name, _ in listed][:4] == ["p0.step", "p0.exp_avg", "p0.exp_avg_sq", "p0.max_exp_avg_sq"]
     assert {surface for surface, _, _ in listed} == {"optimizer_state"} and len(listed) == 4 * len(SIZES)
-    average = optimizer.state[parameters[0]]["exp_avg"]
-    average.fill_(7)  # seen through what was listed: the same memory
-    assert listed[1][2].data_ptr() == average.data_ptr() and bool((listed[1][2] == 7).all())
+    live = [tensor for parameter in parameters for tensor in optimizer.state[parameter].values()]
+    assert len(live) == len(listed)
+    for tensor, (_, _, shown) in zip(live, listed, strict=True):
+        tensor.fill_(7)  # seen through what was listed: the same memory
+        assert shown.data_ptr() == tensor.data_ptr() and torch.equal(shown, tensor)

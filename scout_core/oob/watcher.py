@@ -17,6 +17,7 @@ from scout_core.oob.process import ProcessWatch, exit_code_of, look_at_workers, 
 from scout_core.oob.reader import (
     Progress,
     TornRecord,
+    read_awaited,
     read_farewell,
     read_groups,
     read_progress,
@@ -129,8 +130,12 @@ class Watcher:
         quiet, limit = self._quiet_s(), self._limit()
         process = self._process.view() if not self.parent_gone else self._ended
         exception = self._ask_exception() if quiet >= limit * 0.9 and process.state not in ("T", "Z", "gone") else ""
+        awaited = read_awaited(self._channel.memory) if p.activity is Activity.POINT_TO_POINT else ((), ())
         return RankView(
             rank=self._seat.rank,
+            role=self._seat.role,
+            sends=awaited[0],
+            receives=awaited[1],
             host=self._host,
             pid=self._seat.pid,
             status="exited" if self.parent_gone else "closed" if farewell is Farewell.CLOSED else "alive",

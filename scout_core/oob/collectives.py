@@ -275,9 +275,9 @@ class CollectiveWatch:
             if known is None or self._depth:
                 return original(work, *args, **kwargs)
             if isinstance(known[0], str):
-                publisher.await_ranks(*known)  # type: ignore[arg-type]
+                publisher.await_ranks(*known)
             else:
-                publisher.wait_for(*known)  # type: ignore[arg-type]
+                publisher.wait_for(*known)
             try:
                 return original(work, *args, **kwargs)
             except RuntimeError as error:

@@ -48,7 +48,10 @@ class ProcessView:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A DataLoader worker process: `state` as in `ProcessView`, `gone` when it does not exist."""
+    """A process that works for a rank, on its batches or its checkpoint.
+
+    `state` as in `ProcessView`, `gone` when it does not exist.
+    """
 
     pid: int
     state: str

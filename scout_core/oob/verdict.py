@@ -356,12 +356,19 @@ def _own_word(view: RankView, views: Mapping[int, RankView], victims: Mapping[st
         )
     if view.activity in ("checkpoint_read", "checkpoint_write"):
         verb = view.activity.removeprefix("checkpoint_")
+        lost = [worker for worker in view.workers if worker.state in ("T", "Z")]
+        text = "".join(
+            f"; its child process {worker.pid} {'is stopped' if worker.state == 'T' else 'has ended'}"
+            for worker in lost
+        )
+        evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
         return make(
             "checkpoint_io_stall",
             (view.rank,),
             views,
             basis="direct",
-            message=f"{who}: in the checkpoint {verb} {view.activity_name!r} {seconds} (state {view.process.state})",
+            message=f"{who}: in the checkpoint {verb} {view.activity_name!r} {seconds} (process {view.pid}, "
+            f"state {view.process.state}){text}",
             surface=view.activity_name,
             evidence=evidence,
             exonerating=cleared,

@@ -189,6 +189,9 @@ def test_e03_a_writer_that_stops_after_the_header_is_a_stall_and_certifies_nothi
         try:
             report = first_report(tmp_path)
             assert (report["kind"], report["ranks"], report["phase"]) == ("checkpoint_io_stall", [1], "checkpoint")
+            pid = int(wait_until((tmp_path / "writer.pid").read_text))
+            assert f"child process {pid} is stopped" in report["message"] and report["surface"] == "save_candidate"
+            assert report["evidence"]["workers"][str(pid)] == "T"
             assert ManifestStore(tmp_path / "manifests").all()[0] == []
             assert any(path.stat().st_size == 64 for path in (tmp_path / "durable").rglob("rank-00001.pt"))
         finally:

@@ -42,6 +42,8 @@ class Layout:
     `lockstep` are the ranks whose collectives a replay runs, ordered by place and this one included; together with the
     peers they must form a table: the partners of my peers are the peers of my partners. `shard_peers`: peers hold
     different shards, so replays are compared on gathered parameters, and owned state cannot be.
+    `connected` are all ranks that depend on each other through any group of the job, in the same order on each of them,
+    whose observers confer; empty: the peers. `stage` are those of them that go through the same layers; empty: all.
     `notes` says what the layout does not allow.
     """
 
@@ -51,6 +53,8 @@ class Layout:
     lockstep: tuple[int, ...] = ()
     shard_peers: bool = False
     notes: tuple[str, ...] = ()
+    connected: tuple[int, ...] = ()
+    stage: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

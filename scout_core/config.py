@@ -103,6 +103,9 @@ class OobConfig(_Strict):
     oob_failure: Literal["raise", "warn"] = Field(
         default="raise", description="when that process is lost: fail at the next step, or go on unprotected"
     )
+    oob_max_ranks: int = Field(
+        default=256, ge=2, description="most ranks whose observers confer; beyond it those of each rank's peers"
+    )
     oob_ready_timeout_s: float = Field(default=120.0, gt=0, description="how long attach() waits for all observers")
     hang_master_addr: str | None = Field(default=None, description="host where the first rank's observer listens")
     hang_master_port: int | None = Field(default=None, ge=0, le=65535, description="its port; 0: any free one")

@@ -125,6 +125,8 @@ class Scout:
         self._oob = OutOfBand(
             config,
             self._peers,
+            watched=layout.connected,
+            stage=layout.stage,
             root=surfaces.root,
             layers={number: module for number, (_, module) in surfaces.hidden.items()},
             compiled=surfaces.compiled,
@@ -146,7 +148,7 @@ class Scout:
 
     @property
     def reports(self) -> deque[SCOUTFaultReport]:
-        """The newest fault reports that concern this rank's peers, oldest first."""
+        """The newest fault reports on this rank's peers and the ranks it depends on, oldest first."""
         return self._desk.reports
 
     def check_now(self) -> ReplayResult:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from scout_core.oob.writer import Publisher
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 _DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
 _OWN_GROUP = "scout_control"
+_OWN_GROUPS = "scout_"
 _KEPT_WORKS = 1024
 
 Metadata = Callable[[Sequence[Any], dict[str, Any]], tuple[object, ...]]
@@ -116,7 +118,12 @@ _FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
     "broadcast_object_list": (_root(1, "src"), 2),
     "scatter_object_list": (_root(2, "src"), 3),
 }
-_POINT_TO_POINT = ("send", "recv", "batch_isend_irecv")
+_POINT_TO_POINT = {"send": "dst", "recv": "src"}
+"""Name of the argument that says with whom; it is the second positional one. `isend` and `irecv` stay what they are:
+torch compares the operations of a batch with them, and a script may hold the originals."""
+_BATCH = "batch_isend_irecv"
+Awaited = tuple[str, tuple[tuple[int, bool], ...]]
+"""What is waited in, and for whom: global rank, and whether something is to come from it."""
 
 
 def _functional_reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
@@ -163,12 +170,13 @@ class CollectiveWatch:
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
         self._depth = 0
+        self._thread = threading.get_ident()
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._works: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._works: OrderedDict[int, tuple[int, int] | Awaited] = OrderedDict()
         self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
         for name, (metadata, place) in _FUNCTIONS.items():
             self._replace_function(name, metadata, place)
-        for name in _POINT_TO_POINT:
+        for name in (*_POINT_TO_POINT, _BATCH):
             self._replace_function(name, None, None)
         functional = sys.modules.get("torch.distributed._functional_collectives")
         for name, (metadata, place) in _FUNCTIONAL.items() if functional is not None else ():
@@ -208,7 +216,7 @@ class CollectiveWatch:
             if torch.compiler.is_compiling() or self._depth:
                 return original(*args, **kwargs)
             if metadata is None:
-                return self._pass_through(original, args, kwargs)
+                return self._pair(name, original, args, kwargs)
             members = self._group(args, kwargs, place)
             if members is None:
                 return original(*args, **kwargs)
@@ -226,20 +234,35 @@ class CollectiveWatch:
                 self._depth -= 1
                 publisher.end_call(slot, sequence, state)
             if isinstance(result, c10d.Work):
-                self._keep(result, slot, sequence)
+                self._keep(result, (slot, sequence))
             return result
 
         return watched
 
-    def _pass_through(self, original: Any, args: Any, kwargs: Any) -> Any:
-        """Point to point: progress, but nothing that all ranks of a group would issue alike."""
-        self._publisher.publish()
+    def _pair(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
+        """Point to point: progress and whom it waits for, but nothing that all ranks of a group would issue alike."""
+        group = _argument(args, kwargs, 2, "group") if name != _BATCH else None
+        own = str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
+        if own or threading.get_ident() != self._thread:  # what goes on beside training is no progress of it
+            return original(*args, **kwargs)
+        each = _batch(args, kwargs) if name == _BATCH else [_partner(name, args, kwargs)]
+        ranks = tuple(pair for one in each for pair in one)
+        what = f"{name} at {_call_site()}"
+        self._publisher.await_ranks(what, ranks)
         self._depth += 1
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+        except RuntimeError as error:
+            self._publisher.farewell(Farewell.COLLECTIVE_FAILED, f"{what}: {error}")
+            raise
         finally:
             self._depth -= 1
-            self._publisher.publish()
+            self._publisher.leave()
+        works = result if isinstance(result, list) else [result]
+        for index, work in enumerate(works):
+            if isinstance(work, c10d.Work):  # NCCL gives one for the whole batch
+                self._keep(work, (what, each[index] if len(works) == len(each) else ranks))
+        return result
 
     def _waiting(self, original: Any) -> Any:
         publisher = self._publisher
@@ -251,19 +274,22 @@ class CollectiveWatch:
             known = self._works.pop(id(work), None)
             if known is None or self._depth:
                 return original(work, *args, **kwargs)
-            publisher.wait_for(*known)
+            if isinstance(known[0], str):
+                publisher.await_ranks(*known)
+            else:
+                publisher.wait_for(*known)
             try:
                 return original(work, *args, **kwargs)
             except RuntimeError as error:
-                publisher.farewell(Farewell.COLLECTIVE_FAILED, f"waiting for collective #{known[1]}: {error}")
+                publisher.farewell(Farewell.COLLECTIVE_FAILED, f"waiting for {known[0]}, {known[1]}: {error}")
                 raise
             finally:
                 publisher.leave()
 
         return wait
 
-    def _keep(self, work: Any, slot: int, sequence: int) -> None:
-        self._works[id(work)] = (slot, sequence)
+    def _keep(self, work: Any, what: tuple[int, int] | Awaited) -> None:
+        self._works[id(work)] = what
         if len(self._works) > _KEPT_WORKS:
             self._works.popitem(last=False)
 
@@ -299,6 +325,21 @@ def _resolved(group: Any) -> Any:
     if isinstance(group, str):
         return _resolve_process_group(c10d.GroupName(group))
     return group
+
+
+def _partner(name: str, args: Any, kwargs: Any) -> tuple[tuple[int, bool], ...]:
+    """The global rank with which a point-to-point call is, and whether something is to come from it; () for any."""
+    comes, rank = name.endswith("recv"), _argument(args, kwargs, 1, _POINT_TO_POINT[name])
+    if rank is None:
+        inner, group = kwargs.get(f"group_{_POINT_TO_POINT[name]}"), _argument(args, kwargs, 2, "group")
+        rank = inner if inner is None or group is None else dist.get_global_rank(group, inner)
+    return () if rank is None else ((int(rank), comes),)
+
+
+def _batch(args: Any, kwargs: Any) -> list[tuple[tuple[int, bool], ...]]:
+    """The same for each operation of a batch."""
+    operations = _argument(args, kwargs, 0, "p2p_op_list") or ()
+    return [((int(op.peer), getattr(op.op, "__name__", "").endswith("recv")),) for op in operations]
 
 
 def _described(name: str, metadata: Metadata, args: Sequence[Any], kwargs: dict[str, Any]) -> Described:

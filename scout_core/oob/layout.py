@@ -10,7 +10,7 @@ import struct
 from enum import IntEnum
 
 MAGIC = 0x31424F4F54554F53
-VERSION = 1
+VERSION = 2
 
 HEADER = struct.Struct("<QIIiiQ16siii")  # magic, version, uid, pid, rank, start ticks, token, world, attempt, signal
 SIGNAL_OFFSET = HEADER.size - 4
@@ -19,6 +19,9 @@ PROGRESS_OFFSET = 128
 # ns since which the activity lasts, its usual ns, number again
 PROGRESS = struct.Struct("<QqqiiiiiiQqqQ")
 NUMBER = struct.Struct("<Q")
+AWAITED_OFFSET = 208
+AWAITED = 5
+AWAITED_LIST = struct.Struct(f"<i{2 * AWAITED}i")  # count, then rank and direction (0: to it, 1: from it) of each
 FAREWELL_OFFSET = 256
 FAREWELL = struct.Struct("<iI")  # how the process leaves, bytes of text
 FAREWELL_BYTES = 3824
@@ -64,6 +67,7 @@ class Activity(IntEnum):
     DATALOADER = 2
     CHECKPOINT_READ = 3
     CHECKPOINT_WRITE = 4
+    POINT_TO_POINT = 5
 
 
 class Farewell(IntEnum):

@@ -52,8 +52,10 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class OutOfBand:
     """Publisher, patches, observer and supervisor of one rank. Every rank in `peers` constructs one at attach.
 
-    No collectives; the ranks agree on the rendezvous through the job's store. `on_report(record, deliver)` and
-    `on_lost(reason)` are called in a thread of this process. With `oob_enabled=False` everything here does nothing.
+    No collectives; the ranks agree on the rendezvous through the job's store. `watched` are the ranks whose observers
+    confer if they are not too many, else and when empty those of the peers; `stage` those of them that go through the
+    same layers. `on_report(record, deliver)` and `on_lost(reason)` are called in a thread of this process. With
+    `oob_enabled=False` everything here does nothing.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class OutOfBand:
         config: ScoutConfig,
         peers: PeerGroup,
         *,
+        watched: tuple[int, ...] = (),
+        stage: tuple[int, ...] = (),
         root: nn.Module,
         layers: Mapping[int, nn.Module],
         compiled: bool,
@@ -71,6 +75,8 @@ class OutOfBand:
         _attached += 1
         self._config: OobConfig = config.oob
         self._peers = peers
+        self._watched = watched if 1 < len(watched) <= config.oob.oob_max_ranks else peers.ranks
+        self._role = min(stage, default=0)
         self._on_lost = on_lost
         self._lost = ""
         self._raised = False
@@ -215,8 +221,8 @@ class OutOfBand:
     def _start_observer(self, config: ScoutConfig, run: Run, on_report: Callable[[dict[str, Any], bool], None]) -> None:
         peers = self._peers
         torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        meeting = meeting_of(config.oob, run, peers.ranks, _attached, torchrun)
-        leads = peers.position == 0 and meeting.file is None and peers.size > 1
+        meeting = meeting_of(config.oob, run, self._watched, _attached, torchrun)
+        leads = peers.rank == self._watched[0] and meeting.file is None and len(self._watched) > 1
         stacks = self._folder / f"stacks-{peers.rank}-{os.getpid()}"
         file = register_stacks(stacks)
         self._undo.append(file.close)
@@ -224,7 +230,8 @@ class OutOfBand:
         self._publisher.stacks_signal(STACKS_SIGNAL)
         seat = Seat(
             rank=peers.rank,
-            peers=peers.ranks,
+            peers=self._watched,
+            role=self._role,
             pid=os.getpid(),
             thread=threading.get_native_id(),
             start_ticks=start_ticks(os.getpid()) or 0,
@@ -241,7 +248,7 @@ class OutOfBand:
         )
         try:
             self._supervisor = Supervisor(seat, on_report, self._observer_lost)
-            if peers.size > 1 and meeting.file is None:
+            if len(self._watched) > 1 and meeting.file is None:
                 self._agree(meeting, run, leads)
             self._supervisor.hear("ready", config.oob.oob_ready_timeout_s)
         except (ObserverLost, OSError, RuntimeError) as error:
@@ -251,7 +258,7 @@ class OutOfBand:
         """The first rank says through the job's store where its observer listens; every rank logs a move."""
         assert self._supervisor is not None
         store = c10d.PrefixStore(
-            f"scout-oob/{run.attempt}/{self._peers.ranks[0]}/{_attached}", c10d._get_default_store()
+            f"scout-oob/{run.attempt}/{self._watched[0]}/{_attached}", c10d._get_default_store()
         )
         timeout = self._config.oob_ready_timeout_s
         if leads:
@@ -267,7 +274,7 @@ class OutOfBand:
         store.wait(["where"], timedelta(seconds=timeout))
         address, port, note = store.get("where").decode().split("|", 2)
         if not port:
-            raise ObserverLost(f"the observer of rank {self._peers.ranks[0]}, where all meet, is lost: {note}")
+            raise ObserverLost(f"the observer of rank {self._watched[0]}, where all meet, is lost: {note}")
         if note:
             logger.warning("SCOUT: out-of-band rendezvous: %s", note)
         if not leads:

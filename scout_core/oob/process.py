@@ -96,6 +96,13 @@ def look_at_workers(pids: Sequence[int]) -> tuple[Worker, ...]:
     return tuple(Worker(pid=pid, state=read_state(pid)[0]) for pid in pids)
 
 
+def children_of(pid: int) -> tuple[int, ...]:
+    """Process ids of a process's children and theirs, this one left out: writers of checkpoints are among them."""
+    with suppress(psutil.Error):
+        return tuple(child.pid for child in psutil.Process(pid).children(recursive=True) if child.pid != os.getpid())
+    return ()
+
+
 def ask_for_stack(pid: int, thread: int, number: int, path: Path, timeout_s: float) -> str:
     """The Python stack that this thread writes on this signal, also while the interpreter lock is held."""
     if not number:

@@ -6,6 +6,9 @@ import mmap
 from dataclasses import dataclass
 
 from scout_core.oob.layout import (
+    AWAITED,
+    AWAITED_LIST,
+    AWAITED_OFFSET,
     CALL,
     FAREWELL,
     FAREWELL_BYTES,
@@ -107,6 +110,13 @@ def read_farewell(memory: mmap.mmap) -> tuple[Farewell, str]:
     how, size = FAREWELL.unpack_from(memory, FAREWELL_OFFSET)
     start = FAREWELL_OFFSET + FAREWELL.size
     return Farewell(how), memory[start : start + min(size, FAREWELL_BYTES)].decode(errors="replace")
+
+
+def read_awaited(memory: mmap.mmap) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks to which, and from which, the newest point-to-point operation goes."""
+    count, *values = AWAITED_LIST.unpack_from(memory, AWAITED_OFFSET)
+    pairs = list(zip(values[::2], values[1::2], strict=True))[: min(max(count, 0), AWAITED)]
+    return tuple(rank for rank, comes in pairs if not comes), tuple(rank for rank, comes in pairs if comes)
 
 
 def read_workers(memory: mmap.mmap) -> tuple[int, ...]:

@@ -48,7 +48,10 @@ class ProcessView:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A DataLoader worker process: `state` as in `ProcessView`, `gone` when it does not exist."""
+    """A process that works for a rank, on its batches or its checkpoint.
+
+    `state` as in `ProcessView`, `gone` when it does not exist.
+    """
 
     pid: int
     state: str
@@ -61,6 +64,8 @@ class RankView:
     `quiet_s` is how long nothing was published, `threshold_s` how long that is fine in this phase and activity.
     `status` is `alive`, `exited` or `closed` (took SCOUT off itself). `farewell` is `none`, `closed`, `exception` or
     `collective_failed`, with `farewell_text`. `exception` is one being handled right now, if the process could say.
+    `sends` and `receives` are the ranks with which it is in a point-to-point operation. `role`: ranks of equal role go
+    through the same layers, so that their positions can be compared.
     """
 
     rank: int
@@ -82,8 +87,11 @@ class RankView:
     farewell: str = "none"
     farewell_text: str = ""
     exception: str = ""
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
     workers: tuple[Worker, ...] = ()
     groups: tuple[GroupView, ...] = ()
+    role: int = 0
 
     @property
     def stalled(self) -> bool:
@@ -104,6 +112,7 @@ class RankView:
         """The view that `to_json` wrote."""
         values = dict(record)
         values["process"] = ProcessView(**values["process"])
+        values["sends"], values["receives"] = tuple(values["sends"]), tuple(values["receives"])
         values["workers"] = tuple(Worker(**worker) for worker in values["workers"])
         values["groups"] = tuple(
             GroupView(

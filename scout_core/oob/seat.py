@@ -10,7 +10,8 @@ from scout_core.config import OobConfig
 
 
 class Seat(BaseModel):
-    """One observer's place. `thread` is the kernel's id of the training thread.
+    """One observer's place. `thread` is the kernel's id of the training thread, `peers` are the ranks
+    whose observers confer, `role` is equal for those of them that hold the same layers.
 
     `port` is set for the first rank under TCP rendezvous, `file` under file rendezvous.
     """
@@ -19,6 +20,7 @@ class Seat(BaseModel):
 
     rank: int
     peers: tuple[int, ...]
+    role: int = 0
     pid: int
     thread: int
     start_ticks: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from scout_core.oob.records import Call, GroupView
@@ -45,6 +45,72 @@ def first_divergence(views: Mapping[int, GroupView]) -> Divergence | None:
         if len({call.fingerprint for call in here.values()}) > 1:
             return _divergence(views, here, sequence)
     return None
+
+
+def settle(found: Divergence, groups: Mapping[int, Mapping[int, GroupView]]) -> Divergence:
+    """A divergence without a majority in its group, decided by corresponding groups if they can. Pure.
+
+    In a mesh, the groups along one dimension run one program: same size, same distances between members, and equal
+    calls before this one. Their ranks count with the camp whose call they issued; a strict majority of all decides.
+    """
+    own = groups[found.group]
+    before = _before(own, found.sequence)
+    votes: dict[int, list[int]] = {}
+    for view in _corresponding(found, groups):
+        call = next((c for c in view[1].calls if c.sequence == found.sequence), None)
+        if call is not None and before and _agree(_common(before, view[1], found.sequence), before):
+            votes.setdefault(call.fingerprint, []).append(view[0])
+    camps: dict[int, list[int]] = {}
+    for rank, view_of in own.items():
+        for call in view_of.calls:
+            if call.sequence == found.sequence:
+                camps.setdefault(call.fingerprint, []).append(rank)
+    every = {word: camps.get(word, []) + votes.get(word, []) for word in {*camps, *votes}}
+    best = max(every, key=lambda word: len(every[word]))
+    if best not in camps or len(every[best]) * 2 <= sum(map(len, every.values())):
+        return found
+    apart = tuple(sorted(rank for word, ranks in camps.items() if word != best for rank in ranks))
+    here = {rank: next(c for c in own[rank].calls if c.sequence == found.sequence) for w in camps for rank in camps[w]}
+    model, other = here[camps[best][0]], here[apart[0]]
+    return replace(
+        found,
+        apart=apart,
+        agreeing=tuple(sorted(every[best])),
+        how=compare_tails(_tail(own[apart[0]], found.sequence), _tail(own[camps[best][0]], found.sequence)),
+        expected=model.text,
+        found=other.text,
+        step=min(model.step, other.step),
+    )
+
+
+def in_steps(view: GroupView) -> GroupView:
+    """The same with calls that are equal only if they were issued in the same optimizer step."""
+    calls = tuple(
+        replace(c, fingerprint=hash((c.fingerprint, c.step)), text=f"{c.text} in step {c.step}") for c in view.calls
+    )
+    return replace(view, calls=calls)
+
+
+def _corresponding(found: Divergence, groups: Mapping[int, Mapping[int, GroupView]]) -> list[tuple[int, GroupView]]:
+    """Ranks and views of the groups that have the shape of this one and no member of it."""
+    shape = [member - found.members[0] for member in found.members]
+    return [
+        (rank, view)
+        for key, seen in groups.items()
+        if key != found.group
+        for rank, view in seen.items()
+        if [m - view.members[0] for m in view.members] == shape and not set(view.members) & set(found.members)
+    ]
+
+
+def _before(views: Mapping[int, GroupView], sequence: int) -> list[int]:
+    """The calls before this one that every rank of the group still has, newest first."""
+    shortest = min(views.values(), key=lambda view: sum(c.sequence < sequence for c in view.calls))
+    return [c.fingerprint for c in reversed(shortest.calls) if c.sequence < sequence]
+
+
+def _common(before: Sequence[int], view: GroupView, sequence: int) -> list[int]:
+    return [c.fingerprint for c in reversed(view.calls) if c.sequence < sequence][: len(before)]
 
 
 def _divergence(views: Mapping[int, GroupView], here: Mapping[int, Call], sequence: int) -> Divergence:

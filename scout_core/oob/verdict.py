@@ -14,7 +14,7 @@ from typing import Any, Literal
 from scout_core.oob.endings import judge_endings
 from scout_core.oob.findings import Finding, exonerate, make
 from scout_core.oob.records import GroupView, RankView
-from scout_core.oob.sequences import Divergence, first_divergence
+from scout_core.oob.sequences import Divergence, first_divergence, in_steps, settle
 from scout_core.oob.waiting import Waits, waits_of
 
 _BUSY = 0.5
@@ -42,6 +42,18 @@ def judge(views: Sequence[RankView], members: Sequence[int]) -> Finding | None:
     return judge_calls(known) or judge_endings(known) or _judge_stall(situation)
 
 
+def drift_of(views: Mapping[int, RankView]) -> Divergence | None:
+    """The first call that ranks of a group issued in other steps, where corresponding groups tell who is at fault.
+
+    For jobs that stand still only: equal calls that pair up across steps are how a missing one shows.
+    """
+    groups = {key: {rank: in_steps(view) for rank, view in seen.items()} for key, seen in group_views(views).items()}
+    found = [first_divergence(seen) for seen in groups.values()]
+    settled = [d if d.apart else settle(d, groups) for d in found if d is not None]
+    decided = [d for d in settled if d.apart]
+    return min(decided, key=lambda d: (d.step, d.sequence), default=None)
+
+
 def group_views(views: Mapping[int, RankView]) -> dict[int, dict[int, GroupView]]:
     """By group key, the view that each of its members has of it."""
     found: dict[int, dict[int, GroupView]] = {}
@@ -54,8 +66,9 @@ def group_views(views: Mapping[int, RankView]) -> dict[int, dict[int, GroupView]
 
 def judge_calls(views: Mapping[int, RankView]) -> Finding | None:
     """Collectives that do not match: the group with the earliest divergence by optimizer step."""
-    found = [first_divergence(seen) for seen in group_views(views).values()]
-    divergences = [d for d in found if d is not None]
+    groups = group_views(views)
+    found = [first_divergence(seen) for seen in groups.values()]
+    divergences = [d if d.apart else settle(d, groups) for d in found if d is not None]
     if not divergences:
         return None
     first = min(divergences, key=lambda d: (not d.apart, d.step, d.sequence))
@@ -108,7 +121,8 @@ def _judge_stall(situation: Situation) -> Finding | None:
     if own and len(own) == len(views) and len({view.activity for view in own}) == 1:
         return _everybody(own, views)
     if waits.cycle:
-        return _cycle(waits, views)
+        drift = drift_of(views)
+        return desync_finding(drift, views) if drift is not None else _cycle(waits, views)
     stalled = [view for view in views.values() if view.stalled]
     if len(stalled) * 2 <= len(views) and len(views) > 1:
         return None  # most of the job goes on: nobody waits for these
@@ -128,8 +142,13 @@ def _judge_holding(holding: tuple[int, ...], waits: Waits, views: Mapping[int, R
     speaking = [view for view in late if _proof(view) or (_speaks(view) and view.stalled)]
     if speaking:
         return _own_word(_strongest(speaking), views, victims)
-    if len(waits.waiting()) * 2 < len(views):
+    if waits.alone() and set(waits.alone()) == set(waits.waiting()):
         return _alone(waits, views)
+    if all(view.activity in ("collective", "point_to_point") for view in late):
+        return _hang_of_some(late, victims, views)
+    drift = drift_of(views) if len(holding) * 2 >= len(views) else None
+    if drift is not None:
+        return desync_finding(drift, views)
     if len(holding) * 2 >= len(views):
         return make(
             "process_stall",
@@ -172,6 +191,24 @@ def _alone(waits: Waits, views: Mapping[int, RankView]) -> Finding:
     )
 
 
+def _hang_of_some(late: list[RankView], victims: dict[str, str], views: Mapping[int, RankView]) -> Finding:
+    """Ranks that are all in one call together, which does not end, while the rest of the job waits for them."""
+    ranks = [view.rank for view in late]
+    first = late[0]
+    calls = [c.text for g in first.groups if g.key == first.group for c in g.calls if c.sequence == first.sequence]
+    call = calls[0] if calls else first.activity_name or "a collective"
+    return make(
+        "collective_hang",
+        (),
+        views,
+        basis="none",
+        message=f"{_ranks(ranks)}: together inside {call}, to which all of its ranks came; it does not end, and the "
+        "others wait for them; no rank can be blamed",
+        surface=call,
+        evidence={"inside": ranks, "waiting": victims},
+    )
+
+
 def _left_early(
     gone: list[RankView], victims: dict[str, str], waits: Waits, views: Mapping[int, RankView]
 ) -> Finding | None:
@@ -198,11 +235,12 @@ def _left_early(
 def _judge_positions(situation: Situation, stalled: list[RankView]) -> Finding | None:
     """Nobody is seen to wait for anybody: inside one call together, or stuck where no call can be seen."""
     views = situation.views
-    inside = {(view.group, view.sequence) for view in stalled if view.activity == "collective"}
-    if len(inside) == 1 and all(view.activity == "collective" for view in stalled) and len(stalled) == len(views):
-        return _hang(situation, stalled)
-    top = max(view.position for view in views.values())
-    behind = [view for view in views.values() if view.position < top and view.status == "alive"]
+    if all(view.activity in ("collective", "point_to_point") for view in stalled) and len(stalled) == len(views):
+        return _hang(situation, stalled)  # in one call or several, and every one of them is complete
+    tops: dict[int, tuple[int, int, int]] = {}  # stages of a pipeline have other layers and passes
+    for view in views.values():
+        tops[view.role] = max(tops.get(view.role, view.position), view.position)
+    behind = [view for view in views.values() if view.position < tops[view.role] and view.status == "alive"]
     if behind and len(behind) * 2 < len(views) and all(view.stalled for view in behind):
         return _apart(behind, views, "behind the others")
     busy = [view for view in stalled if view.process.cpu >= _BUSY]
@@ -318,12 +356,19 @@ def _own_word(view: RankView, views: Mapping[int, RankView], victims: Mapping[st
         )
     if view.activity in ("checkpoint_read", "checkpoint_write"):
         verb = view.activity.removeprefix("checkpoint_")
+        lost = [worker for worker in view.workers if worker.state in ("T", "Z")]
+        text = "".join(
+            f"; its child process {worker.pid} {'is stopped' if worker.state == 'T' else 'has ended'}"
+            for worker in lost
+        )
+        evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
         return make(
             "checkpoint_io_stall",
             (view.rank,),
             views,
             basis="direct",
-            message=f"{who}: in the checkpoint {verb} {view.activity_name!r} {seconds} (state {view.process.state})",
+            message=f"{who}: in the checkpoint {verb} {view.activity_name!r} {seconds} (process {view.pid}, "
+            f"state {view.process.state}){text}",
             surface=view.activity_name,
             evidence=evidence,
             exonerating=cleared,

@@ -10,11 +10,14 @@ from scout_core.oob.records import Call, GroupView, RankView
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """`waiter` has issued call number `sequence` of a group and `late` has not."""
+    """`waiter` has issued call number `sequence` of a group and `late` has not.
+
+    `group` None: they are to meet point to point, and `late` is not there.
+    """
 
     waiter: int
     late: int
-    group: int
+    group: int | None
     sequence: int
     call: str
 
@@ -50,10 +53,24 @@ class Waits:
             for rank, (call, late) in sorted(found.items())
         }
 
+    def alone(self) -> tuple[int, ...]:
+        """Ranks that wait in a call to which fewer than half of its group came."""
+        found = set()
+        for edge in self.edges:
+            if edge.group is None:
+                continue
+            seen = self.groups[edge.group]
+            came = [rank for rank, view in seen.items() if view.issued >= edge.sequence]
+            if len(came) * 2 < len(seen[edge.waiter].members):
+                found.add(edge.waiter)
+        return tuple(sorted(found))
+
     def missing_call(self, late: int) -> str:
         """The first call that this rank has not issued and others have; empty when it is not known."""
         for edge in self.edges:
-            if edge.late == late:
+            if edge.late == late and edge.group is None:
+                return edge.call
+            if edge.late == late and edge.group is not None:
                 seen = self.groups[edge.group].get(late)  # a rank may not have touched the group yet
                 behind = seen.issued + 1 if seen is not None else 1
                 calls = [c for view in self.groups[edge.group].values() for c in view.calls if c.sequence == behind]
@@ -63,7 +80,7 @@ class Waits:
     def first_drift(self, late: int) -> int | None:
         """The optimizer step at which this rank's calls began to pair with calls of another step; None if unknown."""
         for edge in self.edges:
-            if edge.late != late:
+            if edge.late != late or edge.group is None:
                 continue
             seen = self.groups[edge.group].get(late)
             if seen is None:
@@ -98,7 +115,21 @@ def _edges(view: RankView, views: Mapping[int, RankView], groups: Mapping[int, M
         return _behind(view, views, groups, view.group)
     if view.activity == "none":  # asynchronous backends return at once; the wait is elsewhere
         return _behind(view, views, groups, None)
+    if view.activity == "point_to_point":
+        return _absent(view, views)
     return []
+
+
+def _absent(view: RankView, views: Mapping[int, RankView]) -> list[Edge]:
+    """Whom it waits for point to point: partners that are not in the other end of it."""
+    met = {r for r in view.sends if r in views and view.rank in views[r].receives}
+    met |= {r for r in view.receives if r in views and view.rank in views[r].sends}
+    partners = sorted({*view.sends, *view.receives} - met - {view.rank})
+    return [
+        Edge(waiter=view.rank, late=r, group=None, sequence=0, call=f"{view.activity_name} with rank {r}")
+        for r in partners
+        if r in views
+    ]
 
 
 def _behind(

@@ -13,16 +13,17 @@ from scout_core.oob.layout import Activity, Farewell, Phase
 from scout_core.oob.line import Line
 from scout_core.oob.mesh import Mesh
 from scout_core.oob.messages import SENT_CALLS, view_message, write_status
-from scout_core.oob.process import ProcessWatch, exit_code_of, look_at_workers, read_state
+from scout_core.oob.process import ProcessWatch, children_of, exit_code_of, look_at_workers, read_state
 from scout_core.oob.reader import (
     Progress,
     TornRecord,
+    read_awaited,
     read_farewell,
     read_groups,
     read_progress,
     read_workers,
 )
-from scout_core.oob.records import ProcessView, RankView
+from scout_core.oob.records import ProcessView, RankView, Worker
 from scout_core.oob.reporter import Reporter
 from scout_core.oob.seat import Seat
 from scout_core.oob.thresholds import look_every_s, threshold_s
@@ -129,8 +130,12 @@ class Watcher:
         quiet, limit = self._quiet_s(), self._limit()
         process = self._process.view() if not self.parent_gone else self._ended
         exception = self._ask_exception() if quiet >= limit * 0.9 and process.state not in ("T", "Z", "gone") else ""
+        awaited = read_awaited(self._channel.memory) if p.activity is Activity.POINT_TO_POINT else ((), ())
         return RankView(
             rank=self._seat.rank,
+            role=self._seat.role,
+            sends=awaited[0],
+            receives=awaited[1],
             host=self._host,
             pid=self._seat.pid,
             status="exited" if self.parent_gone else "closed" if farewell is Farewell.CLOSED else "alive",
@@ -149,9 +154,17 @@ class Watcher:
             farewell=farewell.name.lower(),
             farewell_text=text,
             exception=exception,
-            workers=look_at_workers(read_workers(self._channel.memory)) if p.activity is Activity.DATALOADER else (),
+            workers=self._workers(p.activity),
             groups=tuple(slots.values()),
         )
+
+    def _workers(self, activity: Activity) -> tuple[Worker, ...]:
+        """The processes that may hold up what the rank is in: workers of its loader, or whoever writes for it."""
+        if activity is Activity.DATALOADER:
+            return look_at_workers(read_workers(self._channel.memory))
+        if activity in (Activity.CHECKPOINT_READ, Activity.CHECKPOINT_WRITE) and not self.parent_gone:
+            return look_at_workers(children_of(self._seat.pid))[:64]
+        return ()
 
     def _refresh(self, fresh: Progress) -> Progress:
         if fresh.number != self._progress.number:

@@ -11,6 +11,9 @@ from itertools import pairwise
 
 from scout_core.oob.fingerprints import Described, digest_of, group_key
 from scout_core.oob.layout import (
+    AWAITED,
+    AWAITED_LIST,
+    AWAITED_OFFSET,
     CALL,
     FAREWELL,
     FAREWELL_BYTES,
@@ -181,6 +184,16 @@ class Publisher:
         self._activity, self._slot, self._sequence = int(Activity.COLLECTIVE), slot, sequence
         self._since, self._usual, self._name = _now(), 0, -1
         self.publish()
+
+    def await_ranks(self, what: str, ranks: Sequence[tuple[int, bool]]) -> None:
+        """Wait for other ranks in a point-to-point operation; ends with `leave`.
+
+        `ranks`: global rank, and whether something is to come from it; of many the first.
+        """
+        kept = list(ranks)[:AWAITED]
+        values = [value for rank, comes in kept for value in (rank, int(comes))]
+        AWAITED_LIST.pack_into(self._memory, AWAITED_OFFSET, len(kept), *values, *[0] * (2 * AWAITED - len(values)))
+        self.enter(Activity.POINT_TO_POINT, what)
 
     def farewell(self, how: Farewell, text: str = "") -> None:
         """Say how this process leaves, or what its last collective raised."""

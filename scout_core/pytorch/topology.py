@@ -112,6 +112,9 @@ def layout_on(topology: Topology, ddp: dist.ProcessGroup | None) -> Layout:
         lockstep=lockstep,
         shard_peers=shard_peers,
         notes=tuple(notes),
+        # replicas that only DDP knows of are beyond the mesh, and their own meshes are not known here
+        connected=tuple(sorted(grid.members)) if set(peers) <= set(grid.members) else (),
+        stage=tuple(sorted(grid.along(rank, *(name for name, _ in grid.dims if name != "pp")))),
     )
 
 

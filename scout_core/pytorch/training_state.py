@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from scout_core.replay.local_tensors import distribution, is_distributed, local_part
+
 
 class TrainingState:
     """Model, optimizer, caller-owned objects and every generator of one rank. Local; no collectives."""
@@ -45,7 +47,9 @@ class TrainingState:
     def take(self, steps: int) -> dict[str, Any]:
         """The state. Parameters and optimizer tensors are live; buffers and caller-owned tensors on a device copied.
 
-        Forward passes change buffers, and callers their own state at any time; an optimizer step changes the rest.
+        Forward passes change buffers, and callers their own state at any time; an optimizer step changes the rest. Of
+        DTensors a rank keeps its own part; `sharded` names the optimizer's, which are laid out as their parameters.
+        Raises `TypeError` for those that are not, and for DTensors of the caller's own.
         """
         parameters = {name: p.detach() for name, p in self._model.named_parameters(remove_duplicate=False)}
         buffers = {name: b.detach().clone() for name, b in self._model.named_buffers(remove_duplicate=False)}
@@ -53,6 +57,7 @@ class TrainingState:
             "parameters": parameters,
             "buffers": buffers,
             "optimizer": self._optimizer.state_dict(),
+            "sharded": self._sharded(),
             "stateful": {name: _copied(item.state_dict()) for name, item in self._stateful.items()},
             "owed": {name: self._owes(name, steps) for name in self._schedulers},
             "rng": _generators(),
@@ -69,16 +74,15 @@ class TrainingState:
                 raise ValueError(f"{what} differ from those saved: {', '.join(odd[:5])}")
         for name, tensor in (*parameters.items(), *buffers.items()):
             kept = state["parameters" if name in parameters else "buffers"][name]
-            if kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, saved {kept.dtype} {tuple(kept.shape)}"
-                )
+            own = local_part(tensor)
+            if kept.shape != own.shape or kept.dtype != own.dtype:
+                raise ValueError(f"{name} is {own.dtype} {tuple(own.shape)}, saved {kept.dtype} {tuple(kept.shape)}")
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(state["parameters"][name])
+                local_part(parameter).copy_(state["parameters"][name])
             for name, buffer in buffers.items():
-                buffer.copy_(state["buffers"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+                local_part(buffer).copy_(state["buffers"][name])
+        self._optimizer.load_state_dict(self._distributed_again(state["optimizer"], state["sharded"]))
         for name, item in self._stateful.items():
             item.load_state_dict(state["stateful"][name])
         for name, scheduler in self._schedulers.items():
@@ -89,8 +93,34 @@ class TrainingState:
         _restore_generators(state["rng"])
 
 
+    def _sharded(self) -> dict[int, list[str]]:
+        """By place of the parameter among the optimizer's, the entries of its state that are DTensors."""
+        found = {}
+        for place, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
+            own = {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if is_distributed(v)}
+            for key, value in own.items():
+                if distribution(value) != distribution(parameter):
+                    raise TypeError(f"the optimizer's {key!r} is a DTensor that is not laid out as its parameter is")
+            if own:
+                found[place] = list(own)
+        return found
+
+    def _distributed_again(self, state: Mapping[str, Any], sharded: Mapping[int, list[str]]) -> dict[str, Any]:
+        """The optimizer's state with the parts of DTensors as DTensors."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        entries = {place: dict(entry) for place, entry in state["state"].items()}
+        for place, keys in sharded.items():
+            layout = distribution(parameters[place])
+            if layout is None:
+                raise ValueError(f"parameter {place} of the optimizer was a DTensor when it was saved, and is none now")
+            entries[place].update({key: layout.wrap(entries[place][key]) for key in keys})
+        return {**state, "state": entries}
+
+
 def _copied(value: Any) -> Any:
     """Nested state with tensors copied where they are."""
+    if is_distributed(value):
+        raise TypeError("a stateful object holds a DTensor; let its state_dict() give this rank's part of it")
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

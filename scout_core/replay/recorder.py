@@ -240,8 +240,11 @@ class Recorder:
         if outcome.value is None:
             return RecipeContract(readiness=Readiness.FAILED)
         tensors = outcome.value
+        sizes = [(t.numel(), t.element_size()) for _, _, t in tensors]
         budget = _MIB * (self._config.state_budget_mib or default_state_budget_mib(tensors))
-        pieces = window([(t.numel(), t.element_size()) for _, _, t in tensors], plan.ordinal, budget)
+        if plan.manual:  # the whole catalog: a window would call state clean that nobody looked at
+            budget = max(budget, sum(count * width for count, width in sizes))
+        pieces = window(sizes, plan.ordinal, budget)
         prepared.state = [_cut(tensors, piece) for piece in pieces]
         return RecipeContract(
             readiness=Readiness.READY,

@@ -35,8 +35,17 @@ def meet(
 
 
 def begin(channel: JobChannel, folder: RunFolder) -> tuple[RunRecord, bool, str | None]:
-    """The run's record, whether it was known, and why an older one is not trusted. Every rank calls; rank 0 reads."""
+    """The run's record, whether it was known, and why an older one is not trusted. Every rank calls; rank 0 reads.
+
+    Raises `ConfigError` on every rank when another attach, of this job or of another, works in the same folder.
+    """
     told: Any = None
+    if channel.rank == 0:
+        refused = folder.claim()
+        told = {"refused": refused}
+    told = channel.gather_json(told)[0]
+    if told["refused"] is not None:
+        raise ConfigError(f"{told['refused']}; give each job, and each attach() of one, a run_dir of its own")
     if channel.rank == 0:
         record, known, problem = folder.begin()
         told = {"record": record.model_dump(mode="json"), "known": known, "problem": problem}

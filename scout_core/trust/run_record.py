@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,6 +21,8 @@ RESTART_EXIT_CODE = 75
 STOP_EXIT_CODE = 78
 """How a job leaves that should not be restarted as it is; further attempts leave with it at once."""
 _JUDGED = 64
+_CLAIMED: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
+"""Folders that some `RunFolder` of this process has claimed: a process's own file locks never refuse itself."""
 
 
 class RunRecord(BaseModel):
@@ -58,6 +62,40 @@ class RunFolder:
         self.folder = folder
         self.run_path = folder / "run.json"
         self.decision_path = folder / "decision.json"
+        self._release: weakref.finalize[[int], RunFolder] | None = None
+
+    def claim(self) -> str | None:
+        """Take the folder for this attempt; why it cannot be had, when another live one has it. Raises `OSError`.
+
+        The lock is the process's and ends with it, however it ends; children that it forked do not hold it on. A file
+        system without locks is taken at its word.
+        """
+        place = self.folder.absolute()
+        if place in _CLAIMED:
+            return f"{self.folder} is already in use by another attach() in process {os.getpid()}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            return f"{self.folder} is in use by another job (process {owner or 'unknown'})"
+        except OSError:
+            os.close(descriptor)
+            return None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._release = weakref.finalize(self, os.close, descriptor)
+        _CLAIMED[place] = self
+        return None
+
+    def release(self) -> None:
+        """Give the folder up. A second call does nothing."""
+        if _CLAIMED.get(self.folder.absolute()) is self:
+            del _CLAIMED[self.folder.absolute()]
+        if self._release is not None:
+            self._release()
 
     def begin(self) -> tuple[RunRecord, bool, str | None]:
         """This attempt's record, whether the run existed before, and what was wrong with the old record, if anything.

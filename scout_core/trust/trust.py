@@ -377,6 +377,7 @@ class Trust:
             _SURVIVORS[self._record.run_id] = self._copies()
         if self._signals is not None:
             self._signals.remove()
+        self._folder.release()
 
     def _copies(self) -> list[tuple[int, Any]]:
         if self._gemini is None:

@@ -25,7 +25,7 @@ from scout_core.trust.states import TrustState
 from tests.distributed.pool import RankPool
 from tests.oob.jobs import first_report, running, wait_until
 from tests.trust.ranks import forget_memory, train_late, train_with
-from tests.trust.slow_storage import SlowStorage, WriterProcess, train_on
+from tests.trust.slow_storage import SlowLoads, SlowStorage, WriterProcess, train_on
 
 VERIFIED = TrustState.RECOVERY_VERIFIED
 
@@ -189,6 +189,9 @@ def test_e03_a_writer_that_stops_after_the_header_is_a_stall_and_certifies_nothi
         try:
             report = first_report(tmp_path)
             assert (report["kind"], report["ranks"], report["phase"]) == ("checkpoint_io_stall", [1], "checkpoint")
+            pid = int(wait_until((tmp_path / "writer.pid").read_text))
+            assert f"child process {pid} is stopped" in report["message"] and report["surface"] == "save_candidate"
+            assert report["evidence"]["workers"][str(pid)] == "T"
             assert ManifestStore(tmp_path / "manifests").all()[0] == []
             assert any(path.stat().st_size == 64 for path in (tmp_path / "durable").rglob("rank-00001.pt"))
         finally:
@@ -196,6 +199,19 @@ def test_e03_a_writer_that_stops_after_the_header_is_a_stall_and_certifies_nothi
             os.kill(int(pid), signal.SIGCONT)  # it goes on, and so does the job
         wait_until(lambda: all((tmp_path / f"done-{rank}").exists() for rank in range(4)))
     assert [m.state for m in ManifestStore(tmp_path / "manifests").all()[0]] == ["RECOVERY_VERIFIED"]
+
+
+def test_a_load_that_hangs_on_one_rank_is_its_stall_and_the_job_goes_on_from_it(tmp_path: Path) -> None:
+    with running(train_on, tmp_path, SlowLoads, 2):
+        wait_until(lambda: all((tmp_path / f"done-{rank}").exists() for rank in range(4)))
+        assert records(tmp_path, "SCOUTFaultReport") == []
+    with running(train_on, tmp_path, SlowLoads, 4):
+        report = first_report(tmp_path)
+        assert (report["kind"], report["ranks"], report["phase"]) == ("checkpoint_io_stall", [3], "checkpoint")
+        assert "read 'load_checkpoint'" in report["message"]
+        (tmp_path / "go-load").touch()
+        wait_until(lambda: all((tmp_path / f"start-{rank}-2").exists() for rank in range(4)))
+    assert [one["kind"] for one in records(tmp_path, "SCOUTFaultReport")] == ["checkpoint_io_stall"]
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:

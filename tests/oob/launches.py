@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +41,9 @@ FAULTS = {"stop": "process_stall", "skip": "collective_desync", "shape": "collec
 _START_S = 120.0
 _LEAVE_S = 60.0
 _GONE_S = 10.0  # 2 s on an idle machine
+_CHILDREN = threading.Lock()
+"""Starting a process polls every other one. Two threads that poll the same one share the one exit code that its pipe
+holds, and who comes second reads the end of the pipe and takes it for exit code 255."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +108,7 @@ def launch(plan: Plan) -> Outcome:
             wait_until(lambda: reports(Path(plan.run_dir)), _LEAVE_S)
         if plan.end in FAULTS:
             _signal(pids, signal.SIGKILL)
-        for process in processes:
-            process.join(_LEAVE_S)
-        codes = tuple(process.exitcode for process in processes)
+        codes = tuple(_exit_code(process, _LEAVE_S) for process in processes)
     alive = _left_over([process for process in observers if process is not None])
     sweep()
     return Outcome(
@@ -150,18 +152,27 @@ def _started(plan: Plan) -> Iterator[tuple[list[Any], list[Connection]]]:
         for rank in range(plan.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank, args=(rank, store.port, plan, theirs))
-            process.start()
+            with _CHILDREN:
+                process.start()
             theirs.close()
             processes.append(process)
             links.append(ours)
         yield processes, links
     finally:
         for process in processes:
-            if process.exitcode is None:
+            if _exit_code(process, 0.0) is None:
                 process.kill()
-            process.join(_GONE_S)
+            _exit_code(process, _GONE_S)
         for link in links:
             link.close()
+
+
+def _exit_code(process: Any, timeout_s: float) -> int | None:
+    """How a process ended, once it has; None when it still runs after that time."""
+    wait([process.sentinel], timeout_s)
+    with _CHILDREN:
+        code: int | None = process.exitcode
+    return code
 
 
 def _observer(link: Connection) -> psutil.Process | None:

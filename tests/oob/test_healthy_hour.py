@@ -1,6 +1,7 @@
 """A healthy job for as long as `SCOUT_HEALTHY_S` says (180 s; an hour for the record): no alarm.
 
 `SCOUT_HEALTHY_STALL_S` is the threshold (10 s). Where cores are short, a loader's new worker may wait longer for one.
+`SCOUT_HEALTHY_STEP_S` (0) is how long each step waits as for a device, so that an hour need not keep the cores busy.
 
 Everything that changes the rhythm of a job is in it: evaluation with a batch fewer on one rank, checkpoints that one
 rank writes, recompilations, pauses of the garbage collector, uneven batches, loaders with workers, subgroups, checks.
@@ -23,6 +24,7 @@ from tests.oob.jobs import WIDTH, TinyJob, reports, running, say
 
 DURATION_S = float(os.environ.get("SCOUT_HEALTHY_S", "180"))
 THRESHOLD_S = float(os.environ.get("SCOUT_HEALTHY_STALL_S", "10"))
+STEP_S = float(os.environ.get("SCOUT_HEALTHY_STEP_S", "0"))
 START_S = 180.0
 
 
@@ -45,6 +47,7 @@ def odd_but_healthy(run_dir: str, duration_s: float) -> None:
         for batch in loader:
             for _ in range(draw.randrange(1, 3)):  # uneven: more passes on some ranks
                 job.model(batch[: draw.randrange(1, 5)]).square().mean().backward()
+            time.sleep(STEP_S)
             for parameter in job.model.parameters():
                 dist.all_reduce(parameter.grad)
             job.update()

@@ -43,19 +43,27 @@ class Sampler:
         self.position = state["position"]
 
 
-def build(rank: int) -> tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
+def small_model() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(
+    return nn.Sequential(
         nn.Embedding(16, 8),
         nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(2)]),
         nn.Linear(8, 16),
     )
-    # DDP lays its buckets out anew after the first step of a process, which changes the order of sums, unless it looks
-    # for unused parameters: without that no restart of DDP can have the same bits
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def seed_rank(rank: int) -> None:
     torch.manual_seed(100 + rank)
     np.random.seed(rank)
     random.seed(rank)
+
+
+def build(rank: int) -> tuple[nn.Module, DistributedDataParallel, torch.optim.Optimizer]:
+    model = small_model()
+    # DDP lays its buckets out anew after the first step of a process, which changes the order of sums, unless it looks
+    # for unused parameters: without that no restart of DDP can have the same bits
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    seed_rank(rank)
     return model, ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 
 

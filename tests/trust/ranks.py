@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import scout_core
 from scout_core.manager_api import OrchestrationHooks
+from scout_core.replay.local_tensors import local_part
 from scout_core.trust import trust as trust_module
 from scout_core.trust.durable import (
     CheckpointContext,
@@ -115,7 +116,8 @@ def train(
         resource.setrlimit(resource.RLIMIT_FSIZE, _FILE_LIMIT)
     return {
         "start": start,
-        "weights": [p.clone() for p in (*model.state_dict().values(), torch.get_rng_state())] + [sampler.position],
+        "weights": [local_part(p).clone() for p in (*model.state_dict().values(), torch.get_rng_state())]
+        + [sampler.position],
         "decision": None if decision is None else decision.model_dump(mode="json"),
         "reports": [(r.kind.value, list(r.ranks), r.message) for r in scout.reports],
         "delivered": [value.type for value in delivered],

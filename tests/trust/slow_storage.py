@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scout_core.trust.durable import CheckpointContext, DurableCheckpointConfig, TorchSaveCallbacks
+from scout_core.trust.durable import CheckpointContext, DurableCallbacks, DurableCheckpointConfig, TorchSaveCallbacks
 from tests.oob.jobs import TinyJob, say
 
 STALL_S = 3.0
@@ -51,11 +51,25 @@ class WriterProcess(TorchSaveCallbacks):
         return written
 
 
-def train_on(run_dir: str, kind: type[SlowStorage] | type[WriterProcess], steps: int) -> None:
+class SlowLoads(TorchSaveCallbacks):
+    """Rank 3 reads its part of a checkpoint when the test says so."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+
+    def load_checkpoint(self, context: CheckpointContext, state: Any) -> Any:
+        until = time.monotonic() + 60.0
+        while context.rank == 3 and time.monotonic() < until and not Path(self.run_dir, "go-load").exists():
+            time.sleep(0.02)
+        return super().load_checkpoint(context, state)
+
+
+def train_on(run_dir: str, kind: Callable[[str], DurableCallbacks], steps: int) -> None:
     """A job with observers whose durable checkpoints lie on such storage."""
     durable = DurableCheckpointConfig(callbacks=kind(run_dir), folder=Path(run_dir, "durable"))
     job = TinyJob(run_dir, durable=durable, check_interval=2, checkpoint_stall_s=STALL_S, stall_train_s=STALL_S)
-    for _ in range(steps):
+    say(run_dir, f"start-{job.rank}-{job.scout.step_count}")
+    while job.scout.step_count < steps:
         job.step()
     job.scout.close()
     say(run_dir, f"done-{os.environ['RANK']}")

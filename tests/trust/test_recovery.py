@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import scout_core
+from scout_core.faults import corrupt_weight
 from tests.distributed.pool import RankPool
 from tests.trust.ranks import fail_and_ask, forget_memory, train_with
 
@@ -67,6 +72,26 @@ def test_a_replay_that_breaks_off_on_one_rank_is_incomplete(pool: RankPool, tmp_
     ended = pool.run(fail_and_ask, tmp_path, 8, "breaks", "hang", True)
     for one in ended:
         assert chosen(one["decision"]) == VERIFIED and "incomplete" in one["decision"]["reason"]
+
+
+def ask_with_more_state_than_a_check_compares(run_dir: Path, place: int) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)]), nn.Linear(8, 8))
+    model.register_parameter("unused", nn.Parameter(torch.zeros(3 << 18)))  # 3 MiB that no replay reads
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"check_interval": 2, "gemini": True, "certification": "dynamic", "state_budget_mib": 1}
+    with scout_core.attach(model, optimizer, run_dir=run_dir, **settings) as scout:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        if dist.get_rank() == 2:
+            corrupt_weight(model.unused, element=place, bit=20)
+        return scout.prepare_recovery("uncertain").model_dump(mode="json")
+
+
+@pytest.mark.parametrize("place", [5, 3 << 17, (3 << 18) - 1])
+def test_the_emergency_replay_compares_all_of_the_live_state(pool: RankPool, tmp_path: Path, place: int) -> None:
+    for decision in pool.run(ask_with_more_state_than_a_check_compares, tmp_path, place):
+        assert decision["exclude_ranks"] == [2] and "found corruption" in decision["reason"]
 
 
 @pytest.mark.parametrize(("how", "step"), [("hang", STEPS), ("corrupt", 4)])

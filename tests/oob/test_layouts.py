@@ -1,0 +1,174 @@
+"""Hangs and desyncs that cross process groups: tensor, pipeline and data parallelism in one job of four ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from scout_core.oob.records import Call, GroupView, ProcessView, RankView
+from scout_core.oob.verdict import judge
+from tests.oob.jobs import TinyJob, first_report, idle, running
+
+WORLD = (0, 1, 2, 3)
+TP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+DP = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+
+
+def group(members: tuple[int, ...], calls: str, steps: str) -> GroupView:
+    """Calls as letters, with the step of each."""
+    ring = tuple(
+        Call(sequence=i + 1, fingerprint=ord(c), text=f"{c}()", state="returned", step=int(s))
+        for i, (c, s) in enumerate(zip(calls, steps, strict=True))
+    )
+    return GroupView(key=hash(members), members=members, issued=len(calls), calls=ring)
+
+
+def rank(number: int, tp: tuple[str, str], dp: tuple[str, str], where: str = "", **changes: Any) -> RankView:
+    """A rank that has long been in the last call of its `tp` or `dp` group, or in none."""
+    groups = {"tp": group(TP[number], *tp), "dp": group(DP[number], *dp)}
+    view = RankView(rank=number, quiet_s=9.0, threshold_s=3.0, step=3, groups=tuple(groups.values()))
+    if where:
+        inside = groups[where]
+        view = replace(view, activity="collective", group=inside.key, sequence=inside.issued)
+    return replace(view, **changes)
+
+
+def verdict(*views: RankView) -> tuple[str, tuple[int, ...]] | None:
+    found = judge(views, WORLD)
+    return None if found is None else (found.kind, found.ranks)
+
+
+def test_a_pair_that_differs_is_decided_by_the_pair_beside_it() -> None:
+    """Rank 1 left the first of two calls out; its group of two alone could not say which of them is right."""
+    fine, dp = ("ababa", "00112"), ("gg", "01")
+    views = [rank(0, fine, dp, "tp"), rank(1, ("ababb", "00112"), dp, "tp"), *(rank(r, fine, dp, "tp") for r in (2, 3))]
+    assert verdict(*views) == ("collective_desync", (1,))
+
+
+def test_a_pair_beside_it_that_runs_another_program_decides_nothing() -> None:
+    views = [rank(0, ("aba", "001"), ("g", "0"), "tp"), rank(1, ("abb", "001"), ("g", "0"), "tp")]
+    views += [rank(r, ("xya", "001"), ("g", "0"), "tp") for r in (2, 3)]
+    assert verdict(*views) == ("collective_desync", ())
+
+
+def test_equal_calls_that_pair_up_across_steps_are_traced_when_the_ranks_wait_in_a_circle() -> None:
+    """Rank 1 left one call of step 1 out: it now waits for rank 0 elsewhere, which waits for its last call."""
+    behind = rank(0, ("aaaa", "0123"), ("ggg", "012"), "tp")
+    ahead = rank(1, ("aaa", "023"), ("gggg", "0123"), "dp")
+    last = Call(sequence=1, fingerprint=5, text="end()", state="inside", step=4)
+    end = GroupView(key=99, members=WORLD, issued=1, calls=(last,))
+    views = [behind]
+    for view in (ahead, *(rank(r, ("aaaa", "0123"), ("gggg", "0123")) for r in (2, 3))):
+        views.append(replace(view, activity="collective", group=99, sequence=1, groups=(*view.groups, end)))
+    found = judge(views, WORLD)
+    assert found is not None and (found.kind, found.ranks, found.step) == ("collective_desync", (1,), 1)
+
+
+def test_the_first_to_come_is_not_alone_in_its_call() -> None:
+    """Rank 0 came early and is the only one whose patience is over; rank 2 never comes."""
+    views = [rank(r, ("a", "0"), ("g", "0"), "dp") for r in WORLD]
+    world = [GroupView(key=5, members=WORLD, issued=n, calls=views[0].groups[0].calls[:n]) for n in (0, 1)]
+    late = replace(views[2], activity="none", group=None, sequence=0, groups=(world[0],))
+    waiting = [
+        replace(views[r], quiet_s=9.0 if r == 0 else 2.0, group=5, sequence=1, groups=(world[1],)) for r in (0, 1, 3)
+    ]
+    assert verdict(*waiting, late) == ("process_stall", (2,))
+
+
+def test_two_that_hang_together_while_the_others_wait_for_them_are_not_blamed() -> None:
+    views = [rank(r, ("ab", "00"), ("", ""), "tp") for r in (0, 1)]
+    views += [rank(r, ("ab", "00"), ("g", "0"), "dp") for r in (2, 3)]
+    assert verdict(*views) == ("collective_hang", ())
+
+
+@pytest.mark.parametrize(
+    ("late", "expected"),
+    [
+        ({}, ("process_stall", (2,))),
+        ({"process": ProcessView(state="T")}, ("process_stall", (2,))),
+        ({"activity": "dataloader", "activity_name": "train"}, ("dataloader_stall", (2,))),
+    ],
+)
+def test_a_stage_that_the_others_wait_for_is_found_through_point_to_point(
+    late: dict[str, Any], expected: tuple[str, tuple[int, ...]]
+) -> None:
+    """Stages {0, 1} and {2, 3}; rank 0 wants its gradient from rank 2, the rest is in its reduction."""
+    dp = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    base = RankView(rank=0, quiet_s=9.0, threshold_s=3.0, step=3)
+    views = [replace(base, activity="point_to_point", activity_name="recv at a.py:1", receives=(2,))]
+    for r in (1, 3):
+        seen = group(dp[r], "g", "3")
+        views.append(replace(base, rank=r, activity="collective", group=seen.key, sequence=1, groups=(seen,)))
+    assert verdict(*views, replace(base, rank=2, **late)) == expected
+
+
+def test_both_ends_of_a_transfer_that_does_not_end_are_not_blamed() -> None:
+    base = RankView(rank=0, quiet_s=9.0, threshold_s=3.0, activity="point_to_point", activity_name="recv")
+    assert verdict(replace(base, receives=(1,)), replace(base, rank=1, sends=(0,))) == ("collective_hang", ())
+    assert verdict(replace(base, receives=(1,)), replace(base, rank=1, receives=(0,))) == ("collective_desync", ())
+
+
+def tensor_parallel(run_dir: str, how: str) -> None:
+    """Two reductions over the tensor pair and one over the data pair in each step; rank 1 does something else."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    job = TinyJob(run_dir, mesh=mesh)
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp_replicate")
+    for step in range(5):
+        job.compute()
+        culprit = job.rank == 1 and step == 3
+        if culprit and how == "idle":
+            idle()
+        if not (culprit and how in ("skip", "skip other")):
+            dist.all_reduce(torch.ones(4), group=tp)
+        dist.all_reduce(torch.ones(6 if how == "skip other" else 4), group=tp)
+        dist.all_reduce(torch.ones(4), group=dp)
+        job.update()
+    dist.barrier()
+    idle()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("idle", "process_stall"), ("skip", "collective_desync"), ("skip other", "collective_desync")]
+)
+def test_a_tensor_parallel_partner_is_named(tmp_path: Path, how: str, kind: str) -> None:
+    with running(tensor_parallel, tmp_path, how):
+        report = first_report(tmp_path)
+    assert (report["kind"], report["ranks"]) == (kind, [1]), report["message"]
+    assert kind != "collective_desync" or report["step"] == 3, report["message"]
+
+
+def pipeline(run_dir: str, how: str) -> None:
+    """Two stages of two replicas: forward to the next stage, gradient back, one reduction over the replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
+    job = TinyJob(run_dir, mesh=mesh)
+    first, other, values = job.rank < 2, (job.rank + 2) % 4, torch.ones(4)
+    for step in range(5):
+        if first:
+            dist.send(values, other)
+        else:
+            dist.recv(values, other)
+        job.compute()
+        if job.rank == 2 and step == 3:
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            idle()
+        op = dist.P2POp(dist.irecv if first else dist.isend, values, other)
+        for work in dist.batch_isend_irecv([op]):
+            work.wait()
+        dist.all_reduce(torch.ones(4), group=mesh.get_group("dp_replicate"))
+        job.update()
+
+
+@pytest.mark.parametrize("how", ["idle", "stop"])
+def test_a_pipeline_stage_that_stands_still_is_named(tmp_path: Path, how: str) -> None:
+    with running(pipeline, tmp_path, how):
+        report = first_report(tmp_path)
+    assert (report["kind"], report["ranks"]) == ("process_stall", [2]), report["message"]

@@ -42,7 +42,8 @@ def test_another_live_process_is_respected_and_a_killed_one_with_children_is_not
     out, into = os.pipe()
     owner = os.fork()
     if owner == 0:
-        assert RunFolder(tmp_path).claim() is None or os._exit(1)
+        kept = RunFolder(tmp_path)  # in a name: the claim goes with the folder that nobody refers to
+        assert kept.claim() is None or os._exit(1)
         heir = os.fork()  # as a loader's worker: it outlives its parent for a moment
         if heir:
             os.write(into, f"{heir}\n".encode())

@@ -31,7 +31,7 @@ _SAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Testimony:
+class Statement:
     """What one peer's comparison with its own reference gave."""
 
     obstacle: Obstacle
@@ -43,7 +43,7 @@ class Testimony:
         return [int(self.obstacle), self.signature, *struct.unpack("<q", struct.pack("<d", self.ratio))]
 
     @classmethod
-    def decode(cls, row: Sequence[int]) -> Testimony:
+    def decode(cls, row: Sequence[int]) -> Statement:
         obstacle, signature, bits = row
         (ratio,) = struct.unpack("<d", struct.pack("<q", bits))
         return cls(obstacle=Obstacle(obstacle), signature=signature, ratio=ratio)
@@ -61,18 +61,18 @@ def disputed(verdict: RecipeVerdict) -> tuple[str, ...]:
     return apart if all(len(verdict.surfaces[name].evidence) == 2 for name in apart) else ()
 
 
-def settle(verdict: RecipeVerdict, said: Sequence[Testimony], ranks: Sequence[int]) -> RecipeVerdict:
+def settle(verdict: RecipeVerdict, said: Sequence[Statement], ranks: Sequence[int]) -> RecipeVerdict:
     """The verdict in the light of both peers' references. Pure; equal on both.
 
     Attributed with `basis="reference"` when both computed the same reference and exactly one lies outside its bound.
     """
-    blocked = [p for p, testimony in enumerate(said) if testimony.obstacle is not Obstacle.NONE]
+    blocked = [p for p, statement in enumerate(said) if statement.obstacle is not Obstacle.NONE]
     if blocked:
         why = _SAYS[said[blocked[0]].obstacle]
         return _open(verdict, f"no reference, since it {why} (on {name_ranks([ranks[p] for p in blocked])})")
-    if len({testimony.signature for testimony in said}) > 1:
+    if len({statement.signature for statement in said}) > 1:
         return _open(verdict, "their float64 references on the CPU differ too, so neither testifies")
-    ratios = tuple(testimony.ratio for testimony in said)
+    ratios = tuple(statement.ratio for statement in said)
     outside = tuple(ratio > 1 for ratio in ratios)
     if sum(outside) != 1:
         place = "both outside the" if all(outside) else "too small to matter: both inside the"
@@ -109,16 +109,16 @@ def break_ties(
             result[key] = replace(joined[key], verdict=_open(joined[key].verdict, text))
         return result
     own = [_testify(bench, recipe, surfaces, budget_mib * _MIB) for recipe, surfaces in open_.items()]
-    words = [word for testimony in own for word in testimony.encode()]
+    words = [word for statement in own for word in statement.encode()]
     rows = peers.gather(torch.tensor(words, dtype=torch.int64)).tolist()
     for index, recipe in enumerate(open_):
-        said = [Testimony.decode(row[3 * index : 3 * index + 3]) for row in rows]
+        said = [Statement.decode(row[3 * index : 3 * index + 3]) for row in rows]
         before = joined[recipe.recipe_id]
         result[recipe.recipe_id] = replace(before, verdict=settle(before.verdict, said, peers.ranks))
     return result
 
 
-def _testify(bench: Workbench, recipe: Recipe, surfaces: Sequence[str], budget_bytes: int) -> Testimony:
+def _testify(bench: Workbench, recipe: Recipe, surfaces: Sequence[str], budget_bytes: int) -> Statement:
     """This rank's live result, computed once more, against a reference computed here."""
     batch = EvidenceBatch()
     material = bench.observe(batch, recipe, compute=True)
@@ -132,7 +132,7 @@ def _testify(bench: Workbench, recipe: Recipe, surfaces: Sequence[str], budget_b
             lambda: measure(subject, live, surfaces, budget_bytes),
         )
         measured = outcome.value or Measured(obstacle=Obstacle.RAISED)
-    return Testimony(obstacle=measured.obstacle, signature=measured.signature, ratio=measured.ratio)
+    return Statement(obstacle=measured.obstacle, signature=measured.signature, ratio=measured.ratio)
 
 
 def _open(verdict: RecipeVerdict, text: str) -> RecipeVerdict:

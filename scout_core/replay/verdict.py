@@ -339,5 +339,5 @@ def _why_unattributed(divergent: Sequence[C3Result]) -> str:
     if all(len(set(result.evidence)) == peers for result in divergent) and peers > 2:
         return "all peers differ from one another, which software explains and no single device does"
     if peers == 2:
-        return "two peers disagree and nothing tells which is right; a third peer or a reference would"
+        return "two peers disagree and nothing tells which is right; a third peer or a reference would (tie_break)"
     return "the peers disagree without a strict majority"

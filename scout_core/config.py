@@ -66,7 +66,7 @@ class ReplayHarnessConfig(_Strict):
         default=1 << 20, ge=1, description="elements whose optimizer update is recomputed per check"
     )
     tie_break: Literal["off", "reference"] = Field(
-        default="off", description="reference: two peers that disagree are settled by a float64 reference on the CPU"
+        default="off", description="reference: what peers dispute is also recomputed in float64 on the CPU"
     )
     tie_break_budget_mib: int = Field(
         default=256, ge=1, description="inputs and parameters, in float64, up to which a reference is computed, MiB"

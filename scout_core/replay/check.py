@@ -186,10 +186,10 @@ class CheckRunner:
             shared |= self._gather_round(bench, todo, executions)
             joined = self._join(recipes, executions, shared, source)
             todo = {recipe: joined[recipe.recipe_id].more for recipe in recipes if joined[recipe.recipe_id].more}
-        for recipe in recipes:
-            self._learn(recipe, joined[recipe.recipe_id].verdict)
         if self._config.tie_break == "reference":
             joined = break_ties(bench, self._peers, recipes, joined, self._config.tie_break_budget_mib)
+        for recipe in recipes:
+            self._learn(recipe, joined[recipe.recipe_id].verdict)
         timings = bench.collective_timings()
         return _Found(executions, joined, self._judge_times(recipes, executions), timings)
 

@@ -1,4 +1,8 @@
-"""Two peers that disagree, settled by an independent reference (`tie_break="reference"`)."""
+"""What an independent reference adds to a dispute (`tie_break="reference"`).
+
+Between two peers it tells which one is wrong. Among more, where a majority has found one apart, it tells a wrong
+result from another kernel: libraries that choose kernels by timing may round otherwise on one rank, each time alike.
+"""
 
 from __future__ import annotations
 
@@ -50,22 +54,27 @@ class Statement:
 
 
 def disputed(verdict: RecipeVerdict) -> tuple[str, ...]:
-    """Surfaces that a reference can settle: two peers differ for good, and only in what they computed.
+    """Surfaces on which a reference has a say: two peers, or a majority and the rest, differ in what they computed.
 
-    Empty when anything that stands before the execution differs too, or when the recipe varies or raised. Pure.
+    Empty when the difference does not last, when anything that stands before the execution differs too, or when the
+    recipe varies or raised. Pure.
     """
     apart = tuple(name for name, result in verdict.surfaces.items() if result.status is not C3Status.AGREE)
-    settled = verdict.status is not C3Status.INCONCLUSIVE or verdict.nondeterministic or verdict.raised
-    if settled or verdict.persistence != "persistent" or not set(apart) <= EXECUTED:
+    closed = verdict.basis == "self" or verdict.nondeterministic or verdict.raised
+    if closed or verdict.persistence != "persistent" or not set(apart) <= EXECUTED:
         return ()
-    return apart if all(len(verdict.surfaces[name].evidence) == 2 for name in apart) else ()
+    pair = all(len(verdict.surfaces[name].evidence) == 2 for name in apart)
+    return apart if pair or verdict.basis == "majority" else ()
 
 
 def settle(verdict: RecipeVerdict, said: Sequence[Statement], ranks: Sequence[int]) -> RecipeVerdict:
-    """The verdict in the light of both peers' references. Pure; equal on both.
+    """The verdict in the light of all peers' references. Pure; equal on all.
 
-    Attributed with `basis="reference"` when both computed the same reference and exactly one lies outside its bound.
+    Between two: Attributed with `basis="reference"` when both computed the same reference and exactly one lies outside
+    its bound. A majority's verdict stands, unless every peer is inside of one reference: then it was another kernel.
     """
+    if verdict.basis == "majority":
+        return _another_kernel(verdict, said, ranks)
     blocked = [p for p, statement in enumerate(said) if statement.obstacle is not Obstacle.NONE]
     if blocked:
         why = _SAYS[said[blocked[0]].obstacle]
@@ -92,20 +101,19 @@ def settle(verdict: RecipeVerdict, said: Sequence[Statement], ranks: Sequence[in
 def break_ties(
     bench: Workbench, peers: PeerGroup, recipes: Sequence[Recipe], joined: Mapping[str, Joined], budget_mib: int
 ) -> dict[str, Joined]:
-    """Settle what two peers dispute, each by a reference of its own.
+    """Settle what peers dispute, each by a reference of its own.
 
     Every peer calls, with the same verdicts: these alone decide whether there is something to settle. One all-gather
     if there is, none otherwise. Where ranks work in lockstep with partners, the verdict only says that it cannot.
     """
-    open_ = {r: disputed(joined[r.recipe_id].verdict) for r in recipes if peers.size == 2}
+    open_ = {r: disputed(joined[r.recipe_id].verdict) for r in recipes}
     open_ = {recipe: surfaces for recipe, surfaces in open_.items() if surfaces}
     result = dict(joined)
     if not open_:
         return result
     if not bench.alone:
         text = "no reference, since it communicates with partners while it runs"
-        for recipe in open_:
-            key = recipe.recipe_id
+        for key in (r.recipe_id for r in open_ if joined[r.recipe_id].verdict.basis != "majority"):
             result[key] = replace(joined[key], verdict=_open(joined[key].verdict, text))
         return result
     own = [_testify(bench, recipe, surfaces, budget_mib * _MIB) for recipe, surfaces in open_.items()]
@@ -133,6 +141,33 @@ def _testify(bench: Workbench, recipe: Recipe, surfaces: Sequence[str], budget_b
         )
         measured = outcome.value or Measured(obstacle=Obstacle.RAISED)
     return Statement(obstacle=measured.obstacle, signature=measured.signature, ratio=measured.ratio)
+
+
+def _another_kernel(verdict: RecipeVerdict, said: Sequence[Statement], ranks: Sequence[int]) -> RecipeVerdict:
+    sound = all(s.obstacle is Obstacle.NONE for s in said) and len({s.signature for s in said}) == 1
+    if not sound or any(statement.ratio > 1 for statement in said):
+        return verdict
+    apart = tuple(p for p, bad in enumerate(verdict.bitmap) if bad)
+    nobody = (False,) * len(said)
+    who = name_ranks([ranks[p] for p in apart])
+    return replace(
+        verdict,
+        status=C3Status.INCONCLUSIVE,
+        surfaces={
+            name: result
+            if result.status is C3Status.AGREE
+            else replace(result, status=C3Status.INCONCLUSIVE, bitmap=nobody)
+            for name, result in verdict.surfaces.items()
+        },
+        bitmap=nobody,
+        basis="none",
+        persistence=None,
+        reason=f"{verdict.recipe_id}: {who} rounds otherwise than its peers, all inside the error bound of a float64 "
+        "reference, as another choice of kernel does",
+        nondeterministic=True,
+        apart=apart,
+        reference=tuple(statement.ratio for statement in said),
+    )
 
 
 def _open(verdict: RecipeVerdict, text: str) -> RecipeVerdict:

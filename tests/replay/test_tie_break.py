@@ -42,6 +42,18 @@ def test_one_is_blamed_exactly_when_both_have_one_reference_and_one_alone_is_out
         assert verdict.reason is not None and verdict.reason.startswith("hidden:3: two peers disagree; ")
 
 
+@given(st.tuples(SAID, SAID, SAID))
+def test_a_majority_is_overruled_only_when_everybody_is_inside_of_one_reference(said) -> None:
+    before = judged({"output": {1: 9}}, {"output": {1: 9}}, peers=3)
+    verdict = settle(before, said, (4, 9, 11))
+    sound = all(s.obstacle is Obstacle.NONE for s in said) and len({s.signature for s in said}) == 1
+    if sound and all(s.ratio <= 1 for s in said):
+        assert verdict.status is C3Status.INCONCLUSIVE and verdict.nondeterministic and not any(verdict.bitmap)
+        assert verdict.reason is not None and "rank 9 rounds otherwise" in verdict.reason
+    else:
+        assert verdict == before and verdict.bitmap == (False, True, False)
+
+
 @given(st.sampled_from(Obstacle), WORD, RATIO)
 def test_testimony_survives_its_row(obstacle: Obstacle, signature: int, ratio: float) -> None:
     said = Statement(obstacle=obstacle, signature=signature, ratio=ratio)
@@ -64,6 +76,7 @@ def test_only_what_two_peers_computed_for_good_is_settled() -> None:
     assert disputed(judged({"rng": {0: 2}}, {"rng": {0: 2}})) == ()
     both = {"output": {1: 9}, "input_gradient": {1: 8}}
     assert disputed(judged(both, both)) == ("output", "input_gradient")
-    assert disputed(judged({"output": {1: 9}}, {"output": {1: 9}}, peers=3)) == ()
+    assert disputed(judged({"output": {1: 9}}, {"output": {1: 9}}, peers=3)) == ("output",)
+    assert disputed(judged(state, state, peers=3)) == ()
     halves = {"output": {1: 9, 3: 9}}
     assert disputed(judged(halves, halves, peers=4)) == ()

@@ -24,7 +24,7 @@ def ranks4() -> Iterator[RankPool]:
 
 
 def clipped_on_even_ranks() -> dict[str, Any]:
-    """Tensor-parallel pairs (0, 1) and (2, 3); from the third step on even ranks alone clip the last norm's gradient."""
+    """Tensor-parallel pairs (0, 1) and (2, 3); from step 3 on even ranks alone clip the last norm's gradient."""
     job = PAIRS.build(seed=5)
 
     def clip(*_: Any) -> None:

@@ -35,6 +35,7 @@ from scout_core.doctor.explain import (
 )
 from scout_core.doctor.findings import rank_text
 from scout_core.doctor.job import JobError, launched
+from scout_core.doctor.mesh import mesh_findings, parse_mesh
 from scout_core.doctor.render import fact_lines, finding_lines
 from scout_core.health.cli import add_health_command
 from scout_core.oob.channel import sweep
@@ -78,6 +79,12 @@ def doctor(
     clean: Annotated[
         bool, typer.Option("--clean", help="Only remove shared memory that killed jobs of yours left on this host.")
     ] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="Only say what a mesh lets SCOUT compare, by its sizes: pp=2,dp_shard=4,tp=2 (outermost first)."
+        ),
+    ] = None,
 ) -> None:
     """Say what SCOUT would see of this machine or job, and what to repair.
 
@@ -91,6 +98,13 @@ def doctor(
         removed = sweep()
         typer.echo(f"removed {len(removed)} segment(s) of ended jobs" + "".join(f"\n  {name}" for name in removed))
         raise typer.Exit(0)
+    if mesh is not None:
+        try:
+            described = Diagnosis(facts=(), findings=mesh_findings(parse_mesh(mesh)))
+        except ValueError as error:
+            _fail(f"scout doctor --mesh: {error}")
+        _print_diagnosis(described, as_json)
+        raise typer.Exit(described.exit_code)
     try:
         diagnosis = run_doctor(in_job=launched() if in_job is None else in_job, timeout_s=timeout)
     except JobError as error:

@@ -65,6 +65,12 @@ class ReplayHarnessConfig(_Strict):
     optimizer_slice_elements: int = Field(
         default=1 << 20, ge=1, description="elements whose optimizer update is recomputed per check"
     )
+    tie_break: Literal["off", "reference"] = Field(
+        default="off", description="reference: what peers dispute is also recomputed in float64 on the CPU"
+    )
+    tie_break_budget_mib: int = Field(
+        default=256, ge=1, description="inputs and parameters, in float64, up to which a reference is computed, MiB"
+    )
     readiness_timeout_s: float = Field(
         default=120.0, gt=0, description="how long one rank waits for its peers at a check"
     )

@@ -41,7 +41,7 @@ def peer_finding(peers: int, *, in_job: bool = True, assumed: bool = False) -> F
             "two peers show THAT they differ, and name a rank that does not repeat itself; when each repeats itself, "
             "nothing tells which of them is wrong"
         )
-        fix = "train on 3 or more replicas to have the rank named by majority"
+        fix = 'train on 3 or more replicas to have the rank named by majority, or set tie_break="reference"'
     else:
         most = (peers - 1) // 2
         message = f"{peers} peers: a strict majority names up to {count(most, 'rank')} at fault in one check"

@@ -32,6 +32,7 @@ from scout_core.replay.owner_verdict import judge_at_rest, settle_owner
 from scout_core.replay.recorder import Prepared, Recorder
 from scout_core.replay.result import Detail, ReplayResult
 from scout_core.replay.schedule import MODULE_CLASSES, READING_CLASSES, Plan, Recipe
+from scout_core.replay.tie_break import break_ties
 from scout_core.replay.transport import Parcel, agree_on_shapes, carry, carry_slice
 from scout_core.replay.verdict import RecipeVerdict, judge_recipe
 from scout_core.replay.workbench import Material, Workbench
@@ -185,6 +186,8 @@ class CheckRunner:
             shared |= self._gather_round(bench, todo, executions)
             joined = self._join(recipes, executions, shared, source)
             todo = {recipe: joined[recipe.recipe_id].more for recipe in recipes if joined[recipe.recipe_id].more}
+        if self._config.tie_break == "reference":
+            joined = break_ties(bench, self._peers, recipes, joined, self._config.tie_break_budget_mib)
         for recipe in recipes:
             self._learn(recipe, joined[recipe.recipe_id].verdict)
         timings = bench.collective_timings()

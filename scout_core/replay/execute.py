@@ -88,15 +88,19 @@ class _ForwardBackward(nn.Module):
         return self._invocation.gradient_metas[index].whole(gradient.to(output.dtype))
 
     def _draw(self, output: torch.Tensor) -> torch.Tensor:
-        """An output gradient of the size a mean-reduced loss gives: unit noise over the number of rows."""
         spread = distribution(output)
         if spread is not None:
             return spread.wrap(self._draw(local_part(output)))
-        rows = max(output.numel() // max(output.shape[-1], 1), 1) if output.dim() else 1
-        generator = torch.Generator(device=output.device).manual_seed(self._seed % (1 << 63))
-        narrow = output.element_size() == 1  # nothing draws 8-bit floats
-        noise = torch.empty_like(output, dtype=torch.float32 if narrow else output.dtype)
-        return noise.normal_(std=1 / rows, generator=generator).to(output.dtype)
+        return draw_gradient(output, self._seed)
+
+
+def draw_gradient(output: torch.Tensor, seed: int) -> torch.Tensor:
+    """An output gradient of the size a mean-reduced loss gives: unit noise over the number of rows. No DTensor."""
+    rows = max(output.numel() // max(output.shape[-1], 1), 1) if output.dim() else 1
+    generator = torch.Generator(device=output.device).manual_seed(seed % (1 << 63))
+    narrow = output.element_size() == 1  # nothing draws 8-bit floats
+    noise = torch.empty_like(output, dtype=torch.float32 if narrow else output.dtype)
+    return noise.normal_(std=1 / rows, generator=generator).to(output.dtype)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -59,6 +59,7 @@ class RecipeVerdict:
     how many executions of peers that are not blamed repeated themselves. `apart` holds the positions that `reason`
     speaks of, and `raised` says that the replay raised on them.
     `suspects` are the peers outside a strict majority, blamed or not, also while a verdict is provisional.
+    `reference` holds, per peer, the deviation from a reference over its bound, where two peers were settled by one.
     """
 
     recipe_id: str
@@ -75,6 +76,7 @@ class RecipeVerdict:
     apart: tuple[int, ...] = ()
     raised: bool = False
     suspects: tuple[Suspect, ...] = ()
+    reference: tuple[float, ...] = ()
 
     @property
     def first_surface(self) -> str | None:
@@ -337,5 +339,5 @@ def _why_unattributed(divergent: Sequence[C3Result]) -> str:
     if all(len(set(result.evidence)) == peers for result in divergent) and peers > 2:
         return "all peers differ from one another, which software explains and no single device does"
     if peers == 2:
-        return "two peers disagree and nothing tells which is right; a third peer or a reference would"
+        return "two peers disagree and nothing tells which is right; a third peer or a reference would (tie_break)"
     return "the peers disagree without a strict majority"

@@ -39,7 +39,8 @@ from scout_core.replay.isolation import (
 from scout_core.replay.local_tensors import local_part
 from scout_core.replay.lockstep import Lockstep
 from scout_core.replay.recorder import Prepared
-from scout_core.replay.schedule import Recipe
+from scout_core.replay.reference import ModuleSubject, SliceSubject, Subject
+from scout_core.replay.schedule import MODULE_CLASSES, Recipe
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -291,6 +292,23 @@ class Workbench:
                 SHARED_STATE: Signed(places=tuple(material.signed[surface].places[i] for surface, i, _ in held)),
             },
             listing=_signed_word(structure_signature((names, contract.identity, contract.shape))),
+        )
+
+    @property
+    def alone(self) -> bool:
+        """Whether no recipe communicates with other ranks while it runs."""
+        return self._lockstep.alone
+
+    def subject(self, recipe: Recipe) -> Subject:
+        """What a reference for `recipe` starts from. Nothing is copied."""
+        if recipe.recipe_class not in MODULE_CLASSES:
+            assert self._prepared.slice is not None, "readiness only lets an optimizer recipe run with a captured slice"
+            return SliceSubject(captured=self._prepared.slice, apply=self._adapter.apply_optimizer_slice)
+        return ModuleSubject(
+            module=self._modules[recipe.recipe_id][1],
+            invocation=self._prepared.invocations[recipe.recipe_id],
+            received=self._received[recipe.recipe_id],
+            seed=structure_signature((self._seed, recipe.recipe_id)),
         )
 
     def collective_timings(self) -> list[dict[str, Any]]:

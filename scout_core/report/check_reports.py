@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,11 @@ def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -
     if kind is FaultKind.REPLICA_DIVERGENCE:
         action = "stop"
     detail = result.details.get(verdict.recipe_id)
-    if ranks:
+    if ranks and verdict.basis == "reference":
+        message = (
+            f"{_ranks(ranks)}: {surface} lies outside the error bound of a float64 reference, {_ranks(others)} inside"
+        )
+    elif ranks:
         message = f"{_ranks(ranks)}: {surface} differs from {len(others)} agreeing peers ({verdict.persistence})"
     else:
         message = f"{surface} differs between peers and no rank can be blamed: {verdict.reason}"
@@ -79,10 +84,15 @@ def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -
         first_seen_step=result.step,
         basis=verdict.basis,
         evidence=_evidence(result, verdict),
-        exonerating={"agreeing_ranks": list(others)} if ranks else {},
+        exonerating=_exonerating(verdict, others) if ranks else {},
         recommended_action=action,
         message=message,
     )
+
+
+def _exonerating(verdict: RecipeVerdict, others: tuple[int, ...]) -> dict[str, Any]:
+    """What clears the others: that they agree, or that a reference agrees with them."""
+    return {"within_reference_bound" if verdict.basis == "reference" else "agreeing_ranks": list(others)}
 
 
 def _corruption_kind(result: ReplayResult, verdict: RecipeVerdict) -> FaultKind:
@@ -114,6 +124,9 @@ def _evidence(result: ReplayResult, verdict: RecipeVerdict) -> dict[str, Any]:
         "persistence": verdict.persistence,
         "source_rank": result.source_rank,
     }
+    if verdict.reference:
+        # JSON has no infinity, which is what a NaN against a number gives
+        evidence["deviation_over_bound"] = [min(ratio, sys.float_info.max) for ratio in verdict.reference]
     detail = result.details.get(verdict.recipe_id)
     if detail is not None:
         evidence["tensors"] = list(detail.tensors)

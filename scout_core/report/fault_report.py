@@ -46,7 +46,8 @@ class SCOUTFaultReport(BaseModel):
     `ranks` are the global ranks at fault and stay empty when none can be blamed; `hosts` and `devices` are in
     the order of `ranks` where both are known. `evidence` holds what accuses, `exonerating` what clears the
     others. `basis` says what the verdict rests on: `majority` of equivalent peers, `self` (the rank does not
-    repeat itself while every other does), `direct` (its own telemetry), or `none`.
+    repeat itself while every other does), `reference` (outside the error bound of a recomputation), `direct` (its
+    own telemetry), or `none`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")

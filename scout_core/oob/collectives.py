@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scout_core.oob.fingerprints import Described, describe, tensor_text
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.writer import Publisher
+from scout_core.timing.step_clock import NO_CLOCK, Clock
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 _DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
@@ -158,10 +159,14 @@ _FUNCTIONAL: dict[str, tuple[Metadata, int]] = {
 
 
 class CollectiveWatch:
-    """Installs the patches for one publisher. `close()` puts every original back where this watch had replaced it."""
+    """Installs the patches for one publisher. `close()` puts every original back where this watch had replaced it.
 
-    def __init__(self, publisher: Publisher) -> None:
+    `clock` is told of the time that calls and waits take.
+    """
+
+    def __init__(self, publisher: Publisher, clock: Clock = NO_CLOCK) -> None:
         self._publisher = publisher
+        self._clock = clock
         self._depth = 0
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._works: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -215,6 +220,7 @@ class CollectiveWatch:
             what = _described(name, metadata, args, kwargs)
             slot, sequence = publisher.begin_call(members, what)
             self._depth += 1
+            since = self._clock.mark()
             state = CallState.RAISED
             try:
                 result = original(*args, **kwargs)
@@ -224,6 +230,7 @@ class CollectiveWatch:
                 raise
             finally:
                 self._depth -= 1
+                self._clock.waited(since)
                 publisher.end_call(slot, sequence, state)
             if isinstance(result, c10d.Work):
                 self._keep(result, slot, sequence)
@@ -235,10 +242,12 @@ class CollectiveWatch:
         """Point to point: progress, but nothing that all ranks of a group would issue alike."""
         self._publisher.publish()
         self._depth += 1
+        since = self._clock.mark()
         try:
             return original(*args, **kwargs)
         finally:
             self._depth -= 1
+            self._clock.waited(since)
             self._publisher.publish()
 
     def _waiting(self, original: Any) -> Any:
@@ -249,18 +258,29 @@ class CollectiveWatch:
             if torch.compiler.is_compiling():
                 return original(work, *args, **kwargs)
             known = self._works.pop(id(work), None)
-            if known is None or self._depth:
+            if self._depth:
                 return original(work, *args, **kwargs)
+            if known is None:  # point to point, or a group that is not watched
+                return self._timed(original, work, args, kwargs)
             publisher.wait_for(*known)
+            since = self._clock.mark()
             try:
                 return original(work, *args, **kwargs)
             except RuntimeError as error:
                 publisher.farewell(Farewell.COLLECTIVE_FAILED, f"waiting for collective #{known[1]}: {error}")
                 raise
             finally:
+                self._clock.waited(since)
                 publisher.leave()
 
         return wait
+
+    def _timed(self, original: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        since = self._clock.mark()
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            self._clock.waited(since)
 
     def _keep(self, work: Any, slot: int, sequence: int) -> None:
         self._works[id(work)] = (slot, sequence)

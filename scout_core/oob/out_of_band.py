@@ -35,6 +35,8 @@ from scout_core.oob.verdict import judge_calls
 from scout_core.oob.writer import Publisher
 from scout_core.peers import PeerGroup
 from scout_core.replay.guard import logger
+from scout_core.timing.live import LiveWatch
+from scout_core.timing.step_clock import NO_CLOCK, Clock
 
 T = TypeVar("T")
 _attached = 0
@@ -53,7 +55,8 @@ class OutOfBand:
     """Publisher, patches, observer and supervisor of one rank. Every rank in `peers` constructs one at attach.
 
     No collectives; the ranks agree on the rendezvous through the job's store. `on_report(record, deliver)` and
-    `on_lost(reason)` are called in a thread of this process. With `oob_enabled=False` everything here does nothing.
+    `on_lost(reason)` are called in a thread of this process. `clock` is told what live steps wait for.
+    With `oob_enabled=False` everything here does nothing.
     """
 
     def __init__(
@@ -66,12 +69,14 @@ class OutOfBand:
         compiled: bool,
         on_report: Callable[[dict[str, Any], bool], None],
         on_lost: Callable[[str], None],
+        clock: Clock = NO_CLOCK,
     ) -> None:
         global _attached
         _attached += 1
         self._config: OobConfig = config.oob
         self._peers = peers
         self._on_lost = on_lost
+        self._clock = clock
         self._lost = ""
         self._raised = False
         self._publisher: Publisher | None = None
@@ -90,9 +95,10 @@ class OutOfBand:
         _live.add(publisher)
         self._folder = self._state_folder()
         self._start_observer(config, run, on_report)
-        self._undo.append(CollectiveWatch(publisher).close)
+        self._undo.append(CollectiveWatch(publisher, clock).close)
         if not compiled:
             self._undo.append(ModelWatch(publisher, root, layers).close)
+            self._undo.append(LiveWatch(root, clock).close)
         self._compiler = CompileWatch(publisher)
         self._compiler.look()
         self._undo.append(self._compiler.close)
@@ -160,7 +166,7 @@ class OutOfBand:
 
     def watch_loader(self, loader: Iterable[T], name: str) -> Iterable[T]:
         """The loader, its `next()` calls published; the loader itself when nothing is published."""
-        return loader if self._publisher is None else WatchedLoader(loader, name, self._publisher)
+        return loader if self._publisher is None else WatchedLoader(loader, name, self._publisher, self._clock)
 
     def checkpoint_io(self, direction: Literal["read", "write"], name: str) -> AbstractContextManager[None]:
         """A block that reads or writes a checkpoint."""
@@ -173,6 +179,7 @@ class OutOfBand:
         if self._publisher is None:
             yield
             return
+        self._clock.spoil()
         self._files = getattr(self, "_files", None) or Checkpoints(self._publisher)
         with self._files.io(direction, name):
             yield
@@ -184,6 +191,7 @@ class OutOfBand:
         if self._publisher is None:
             yield
             return
+        self._clock.spoil()
         before = self._publisher.phase
         self._publisher.set_phase(phase)
         try:

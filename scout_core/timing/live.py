@@ -12,12 +12,22 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from scout_core.config import ReplayHarnessConfig, ScoutConfig
+from scout_core.replay.isolation import run_queue_delay_ns
 from scout_core.timing.pace import JobNote, PaceFinding, PaceJudge, PaceThresholds
-from scout_core.timing.step_clock import Pace, StepClock
+from scout_core.timing.step_clock import NO_CLOCK, Clock, Pace, StepClock
 
 _RECENT = 20
 _CROWDED = 0.1
 """Share of its time a rank must wait for a core, and twice the others' share, before a crowded host is the cause."""
+
+
+def step_clock(root: nn.Module, config: ScoutConfig) -> Clock:
+    """The clock of a job's steps; one that keeps nothing where they are not timed, or nobody watches for waits."""
+    if not (config.replay.live_timing and config.oob.oob_enabled):
+        return NO_CLOCK
+    device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    return StepClock(device, config.replay.shortest_interval, run_queue_delay_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +63,9 @@ class LivePace:
     Every peer calls `words` and, with the words of all, `judge`, once at each check. No collectives of its own.
     """
 
-    def __init__(self, clock: StepClock, thresholds: PaceThresholds) -> None:
+    def __init__(self, clock: StepClock, config: ReplayHarnessConfig) -> None:
         self._clock = clock
-        self._judge = PaceJudge(thresholds)
+        self._judge = PaceJudge(PaceThresholds(relative=config.live_relative, absolute_ms=config.live_absolute_ms))
         self._judged = -1
         self._recent: deque[Sequence[Pace]] = deque(maxlen=_RECENT)
 
@@ -110,7 +120,7 @@ class LiveWatch:
     queues another, which runs after it. Nothing is put on a compiled model, whose graph hooks would change.
     """
 
-    def __init__(self, root: nn.Module, clock: StepClock) -> None:
+    def __init__(self, root: nn.Module, clock: Clock) -> None:
         self._clock = clock
         self._handles = [
             root.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -130,7 +140,7 @@ class LiveWatch:
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         first = _first_differentiable(output)
         if first is not None and module.training:
-            first.register_hook(self._backward_begins)
+            first.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         Variable._execution_engine.queue_callback(self._gradients_done)

@@ -60,6 +60,35 @@ class Pace:
         )
 
 
+class Clock:
+    """What is told of a step's spans. This one keeps nothing: for jobs whose live steps are not timed."""
+
+    def mark(self) -> Mark:
+        """This moment."""
+        return None
+
+    def waited(self, since: Mark) -> None:
+        """From `since` until now this rank waited in a collective."""
+
+    def loaded(self, since: Mark) -> None:
+        """From `since` until now this rank waited for its data."""
+
+    def count(self, tokens: int) -> None:
+        """The step under way works on so many tokens more."""
+
+    def spoil(self) -> None:
+        """The step under way has something in it that other steps have not, an evaluation or a checkpoint."""
+
+    def begin(self) -> None:
+        """A step begins: after the boundary and whatever SCOUT did there."""
+
+    def end(self, number: int) -> None:
+        """Step `number` is over: at its boundary, before anything else."""
+
+
+NO_CLOCK = Clock()
+
+
 @dataclass(kw_only=True)
 class _Step:
     """One step under way or over. Spans are pairs of marks."""
@@ -73,7 +102,7 @@ class _Step:
     loader: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
-class StepClock:
+class StepClock(Clock):
     """Times the steps of one rank. Local; costs a mark at each end of a span and of a step.
 
     `interval` is the number of steps between checks, `core_wait_ns` reads how long this thread has waited for a core.
@@ -91,7 +120,7 @@ class StepClock:
         self._now: _Step | None = None
 
     def mark(self) -> Mark:
-        """This moment, of the host or of the current stream."""
+        # of the host, or of the current stream
         if not self._cuda:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -99,11 +128,9 @@ class StepClock:
         return event
 
     def begin(self) -> None:
-        """A step begins: after the boundary and whatever SCOUT did there."""
         self._now = _Step(begun=self.mark(), delay_ns=self._core_wait_ns())
 
     def end(self, number: int) -> None:
-        """Step `number` is over: at its boundary, before anything else."""
         step, self._now = self._now, None
         if step is not None:
             step.number, step.ended = number, self.mark()
@@ -111,22 +138,22 @@ class StepClock:
             self._over.append(step)
 
     def waited(self, since: Mark) -> None:
-        """From `since` until now this rank waited in a collective, or did something that is no part of a step."""
         if self._now is not None:
             self._now.others.append((since, self.mark()))
 
     def loaded(self, since: Mark) -> None:
-        """From `since` until now this rank waited for its data."""
         if self._now is not None:
             self._now.loader.append((since, self.mark()))
 
     def count(self, tokens: int) -> None:
-        """The step under way works on so many tokens more."""
         if self._now is not None:
             self._now.tokens += tokens
 
+    def spoil(self) -> None:
+        self._now = None
+
     def newest(self, step: int) -> int:
-        """The newest observation that a check at `step` hands over; observation i ends with step (i + 1) * steps_each."""
+        """The newest observation that a check at `step` hands over; i ends with step `(i + 1) * steps_each`."""
         return (step - self._behind) // self.steps_each - 1
 
     def words(self, step: int) -> list[int]:

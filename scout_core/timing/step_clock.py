@@ -95,6 +95,7 @@ class _Step:
 
     begun: Mark
     delay_ns: int
+    ran_ns: int
     number: int = 0
     ended: Mark = None
     tokens: int = 0
@@ -128,13 +129,14 @@ class StepClock(Clock):
         return event
 
     def begin(self) -> None:
-        self._now = _Step(begun=self.mark(), delay_ns=self._core_wait_ns())
+        self._now = _Step(begun=self.mark(), delay_ns=self._core_wait_ns(), ran_ns=time.thread_time_ns())
 
     def end(self, number: int) -> None:
         step, self._now = self._now, None
         if step is not None:
             step.number, step.ended = number, self.mark()
             step.delay_ns = self._core_wait_ns() - step.delay_ns
+            step.ran_ns = time.thread_time_ns() - step.ran_ns
             self._over.append(step)
 
     def waited(self, since: Mark) -> None:
@@ -175,10 +177,10 @@ class StepClock(Clock):
     def _read(self, step: _Step) -> tuple[float, float, float, float]:
         if self._cuda:
             step.ended.synchronize()  # two steps back: it has ended, unless the host ran far ahead
-        total, loader = self._between(step.begun, step.ended), self._sum(step.loader)
-        # a thread that wakes late from a wait was not kept from work of its own
-        core_wait = 0.0 if self._cuda else min(step.delay_ns / 1e6, max(total - self._sum(step.others) - loader, 0.0))
-        return max(total - self._sum(step.others) - core_wait, 0.0), loader, float(step.tokens), core_wait
+        own, loader = self._between(step.begun, step.ended) - self._sum(step.others), self._sum(step.loader)
+        # what the thread waited for a core on waking in a collective kept it from no work of its own
+        core_wait = 0.0 if self._cuda else min(step.delay_ns, max(own * 1e6 - step.ran_ns, 0.0)) / 1e6
+        return max(own - core_wait, 0.0), loader, float(step.tokens), core_wait
 
     def _sum(self, spans: Sequence[tuple[Mark, Mark]]) -> float:
         return sum(self._between(*span) for span in spans)

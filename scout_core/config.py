@@ -81,6 +81,13 @@ class ReplayHarnessConfig(_Strict):
     straggler_confirmations: int = Field(default=2, ge=0, description="further replays in which it must be slow again")
     straggler_window: int = Field(default=32, ge=2, description="checks a rank's own history and persistence look back")
     straggler_persistence: int = Field(default=2, ge=1, description="checks in the window that must confirm it")
+    live_timing: bool = Field(
+        default=True, description="time training steps too, and judge ranks that become slower; needs oob_enabled"
+    )
+    live_relative: float = Field(
+        default=0.03, gt=0, description="least change of a rank's own time per step that counts, as a share"
+    )
+    live_absolute_ms: float = Field(default=0.5, ge=0, description="and the least in ms")
 
     @field_validator("straggler_persistence")
     @classmethod
@@ -96,6 +103,12 @@ class ReplayHarnessConfig(_Strict):
         """Optimizer steps between checks of a recipe class (`embedding`, `hidden`, `output`, `optimizer`); 0: never."""
         own: int | None = getattr(self, f"{recipe_class}_interval")
         return self.check_interval if own is None else own
+
+    @property
+    def shortest_interval(self) -> int:
+        """Steps between scheduled checks; 0: there are none."""
+        given = [self.interval(name) for name in ("embedding", "hidden", "output", "optimizer")]
+        return min((interval for interval in given if interval), default=0)
 
 
 class OobConfig(_Strict):

@@ -37,6 +37,8 @@ from scout_core.report.incidents import IncidentBook
 from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.trust_reports import checkpoint_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
+from scout_core.timing.live import LivePace, step_clock
+from scout_core.timing.step_clock import NO_CLOCK, StepClock
 from scout_core.trust.decision import FailureKind, RecoveryDecision
 from scout_core.trust.durable import DurableCheckpointConfig
 from scout_core.trust.saver import Problem
@@ -122,6 +124,9 @@ class Scout:
         self._desk = ReportDesk(config.run_dir, hooks, first=self._peers.position == 0)
         catalog = [r.recipe_id for r in plan_all(0, 0, self._replay, self._layers, self._available).recipes]
         catalog = [recipe for recipe in catalog if recipe != "state"]
+        # on a compiled model the wait for the reduction cannot be told from the work
+        alone = surfaces.compiled or self._peers.size < 2
+        self._clock = NO_CLOCK if alone else step_clock(surfaces.root, config)
         self._oob = OutOfBand(
             config,
             self._peers,
@@ -132,6 +137,7 @@ class Scout:
             compiled=surfaces.compiled,
             on_report=self._take_report,
             on_lost=self._observer_lost,
+            clock=self._clock,
         )
         try:  # what is loaded is checkpoint I/O too: its stalls are to be seen
             self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
@@ -143,6 +149,8 @@ class Scout:
             _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._runner.collective_digest = lambda: self._oob.digest
+        if isinstance(self._clock, StepClock):
+            self._runner.pace = LivePace(self._clock, self._replay)
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
 
@@ -252,12 +260,14 @@ class Scout:
             self._oob.boundary(self.step_count)
             return
         self.step_count += 1
+        self._clock.end(self.step_count)
         self._oob.boundary(self.step_count)
         if self._plan is not None and applied():
             self._check(self._plan)
         else:
             self._recorder.disarm()
         self._arm_next()
+        self._clock.begin()
 
     def _arm_next(self) -> None:
         if not self.active or self._peers.size < 2:

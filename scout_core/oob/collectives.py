@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scout_core.oob.fingerprints import Described, describe, tensor_text
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.writer import Publisher
+from scout_core.timing.step_clock import NO_CLOCK, Clock
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 _DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
@@ -165,10 +166,14 @@ _FUNCTIONAL: dict[str, tuple[Metadata, int]] = {
 
 
 class CollectiveWatch:
-    """Installs the patches for one publisher. `close()` puts every original back where this watch had replaced it."""
+    """Installs the patches for one publisher. `close()` puts every original back where this watch had replaced it.
 
-    def __init__(self, publisher: Publisher) -> None:
+    `clock` is told of the time that calls and waits take.
+    """
+
+    def __init__(self, publisher: Publisher, clock: Clock = NO_CLOCK) -> None:
         self._publisher = publisher
+        self._clock = clock
         self._depth = 0
         self._thread = threading.get_ident()
         self._undo: list[tuple[Any, str, Any, Any]] = []
@@ -223,6 +228,7 @@ class CollectiveWatch:
             what = _described(name, metadata, args, kwargs)
             slot, sequence = publisher.begin_call(members, what)
             self._depth += 1
+            since = self._clock.mark()
             state = CallState.RAISED
             try:
                 result = original(*args, **kwargs)
@@ -232,6 +238,7 @@ class CollectiveWatch:
                 raise
             finally:
                 self._depth -= 1
+                self._clock.waited(since)
                 publisher.end_call(slot, sequence, state)
             if isinstance(result, c10d.Work):
                 self._keep(result, (slot, sequence))
@@ -250,6 +257,7 @@ class CollectiveWatch:
         what = f"{name} at {_call_site()}"
         self._publisher.await_ranks(what, ranks)
         self._depth += 1
+        since = self._clock.mark()
         try:
             result = original(*args, **kwargs)
         except RuntimeError as error:
@@ -257,6 +265,7 @@ class CollectiveWatch:
             raise
         finally:
             self._depth -= 1
+            self._clock.waited(since)
             self._publisher.leave()
         works = result if isinstance(result, list) else [result]
         for index, work in enumerate(works):
@@ -272,21 +281,32 @@ class CollectiveWatch:
             if torch.compiler.is_compiling():
                 return original(work, *args, **kwargs)
             known = self._works.pop(id(work), None)
-            if known is None or self._depth:
+            if self._depth:
                 return original(work, *args, **kwargs)
+            if known is None:  # a group that is not watched
+                return self._timed(original, work, args, kwargs)
             if isinstance(known[0], str):
                 publisher.await_ranks(*known)
             else:
                 publisher.wait_for(*known)
+            since = self._clock.mark()
             try:
                 return original(work, *args, **kwargs)
             except RuntimeError as error:
                 publisher.farewell(Farewell.COLLECTIVE_FAILED, f"waiting for {known[0]}, {known[1]}: {error}")
                 raise
             finally:
+                self._clock.waited(since)
                 publisher.leave()
 
         return wait
+
+    def _timed(self, original: Any, work: Any, args: Any, kwargs: Any) -> Any:
+        since = self._clock.mark()
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            self._clock.waited(since)
 
     def _keep(self, work: Any, what: tuple[int, int] | Awaited) -> None:
         self._works[id(work)] = what

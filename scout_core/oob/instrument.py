@@ -15,6 +15,7 @@ from torch import nn
 
 from scout_core.oob.layout import Activity, Phase
 from scout_core.oob.writer import Publisher
+from scout_core.timing.step_clock import NO_CLOCK, Clock
 
 T = TypeVar("T")
 _HISTORY = 64
@@ -123,10 +124,11 @@ class Usual:
 class WatchedLoader(Generic[T]):
     """A loader whose `next()` calls are published. Everything else is the loader's own."""
 
-    def __init__(self, loader: Iterable[T], name: str, publisher: Publisher) -> None:
+    def __init__(self, loader: Iterable[T], name: str, publisher: Publisher, clock: Clock = NO_CLOCK) -> None:
         self._loader = loader
         self._name = name
         self._publisher = publisher
+        self._clock = clock
         self._usual = Usual()
 
     def __iter__(self) -> Iterator[T]:
@@ -139,13 +141,14 @@ class WatchedLoader(Generic[T]):
             publisher.leave()
         known = 0  # the first one waits for workers that are being started: what the others take says nothing of it
         while True:
-            started = time.monotonic_ns()
+            started, since = time.monotonic_ns(), self._clock.mark()
             publisher.enter(Activity.DATALOADER, name, known)
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
+                self._clock.loaded(since)
                 publisher.leave()
             if known or not usual.ns:
                 usual.add(time.monotonic_ns() - started)

@@ -35,6 +35,8 @@ from scout_core.oob.verdict import judge_calls
 from scout_core.oob.writer import Publisher
 from scout_core.peers import PeerGroup
 from scout_core.replay.guard import logger
+from scout_core.timing.live import LiveWatch
+from scout_core.timing.step_clock import NO_CLOCK, Clock
 
 T = TypeVar("T")
 _attached = 0
@@ -54,8 +56,8 @@ class OutOfBand:
 
     No collectives; the ranks agree on the rendezvous through the job's store. `watched` are the ranks whose observers
     confer if they are not too many, else and when empty those of the peers; `stage` those of them that go through the
-    same layers. `on_report(record, deliver)` and `on_lost(reason)` are called in a thread of this process. With
-    `oob_enabled=False` everything here does nothing.
+    same layers. `on_report(record, deliver)` and `on_lost(reason)` are called in a thread of this process. `clock` is
+    told what live steps wait for. With `oob_enabled=False` everything here does nothing.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class OutOfBand:
         compiled: bool,
         on_report: Callable[[dict[str, Any], bool], None],
         on_lost: Callable[[str], None],
+        clock: Clock = NO_CLOCK,
     ) -> None:
         global _attached
         _attached += 1
@@ -78,6 +81,7 @@ class OutOfBand:
         self._watched = watched if 1 < len(watched) <= config.oob.oob_max_ranks else peers.ranks
         self._role = min(stage, default=0)
         self._on_lost = on_lost
+        self._clock = clock
         self._lost = ""
         self._raised = False
         self._publisher: Publisher | None = None
@@ -96,9 +100,10 @@ class OutOfBand:
         _live.add(publisher)
         self._folder = self._state_folder()
         self._start_observer(config, run, on_report)
-        self._undo.append(CollectiveWatch(publisher).close)
+        self._undo.append(CollectiveWatch(publisher, clock).close)
         if not compiled:
             self._undo.append(ModelWatch(publisher, root, layers).close)
+            self._undo.append(LiveWatch(root, clock).close)
         self._compiler = CompileWatch(publisher)
         self._compiler.look()
         self._undo.append(self._compiler.close)
@@ -166,7 +171,7 @@ class OutOfBand:
 
     def watch_loader(self, loader: Iterable[T], name: str) -> Iterable[T]:
         """The loader, its `next()` calls published; the loader itself when nothing is published."""
-        return loader if self._publisher is None else WatchedLoader(loader, name, self._publisher)
+        return loader if self._publisher is None else WatchedLoader(loader, name, self._publisher, self._clock)
 
     def checkpoint_io(self, direction: Literal["read", "write"], name: str) -> AbstractContextManager[None]:
         """A block that reads or writes a checkpoint."""
@@ -179,6 +184,7 @@ class OutOfBand:
         if self._publisher is None:
             yield
             return
+        self._clock.spoil()
         self._files = getattr(self, "_files", None) or Checkpoints(self._publisher)
         with self._files.io(direction, name):
             yield
@@ -190,6 +196,7 @@ class OutOfBand:
         if self._publisher is None:
             yield
             return
+        self._clock.spoil()
         before = self._publisher.phase
         self._publisher.set_phase(phase)
         try:
@@ -257,9 +264,7 @@ class OutOfBand:
     def _agree(self, meeting: Meeting, run: Run, leads: bool) -> None:
         """The first rank says through the job's store where its observer listens; every rank logs a move."""
         assert self._supervisor is not None
-        store = c10d.PrefixStore(
-            f"scout-oob/{run.attempt}/{self._watched[0]}/{_attached}", c10d._get_default_store()
-        )
+        store = c10d.PrefixStore(f"scout-oob/{run.attempt}/{self._watched[0]}/{_attached}", c10d._get_default_store())
         timeout = self._config.oob_ready_timeout_s
         if leads:
             try:

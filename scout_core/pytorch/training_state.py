@@ -92,7 +92,6 @@ class TrainingState:
         self._begin(int(state["steps"]))
         _restore_generators(state["rng"])
 
-
     def _sharded(self) -> dict[int, list[str]]:
         """By place of the parameter among the optimizer's, the entries of its state that are DTensors."""
         found = {}

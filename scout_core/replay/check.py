@@ -14,7 +14,11 @@ from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ReplayHarnessConfig
 from scout_core.consensus.c3 import C3Status
 from scout_core.consensus.readiness import (
+    ROW_WORDS as CONTRACT_WORDS,
+)
+from scout_core.consensus.readiness import (
     RankContract,
+    ReadinessVerdict,
     Reason,
     encode,
     encode_ready,
@@ -36,6 +40,7 @@ from scout_core.replay.tie_break import break_ties
 from scout_core.replay.transport import Parcel, agree_on_shapes, carry, carry_slice
 from scout_core.replay.verdict import RecipeVerdict, judge_recipe
 from scout_core.replay.workbench import Material, Workbench
+from scout_core.timing.live import LivePace, LiveVerdict
 from scout_core.timing.stragglers import StragglerJudge, StragglerThresholds, StragglerVerdict
 
 Executions = dict[str, list[list[Observation]]]
@@ -92,15 +97,9 @@ class CheckRunner:
         self._known: dict[str, Qualification] = {}
         self._lenient: set[str] = set()
         self.collective_digest: Callable[[], int] = lambda: 0
-        self._judge = StragglerJudge(
-            StragglerThresholds(
-                relative=config.straggler_relative,
-                absolute_ms=config.straggler_absolute_ms,
-                confirmations=config.straggler_confirmations,
-                window=config.straggler_window,
-                persistence=config.straggler_persistence,
-            )
-        )
+        self.pace: LivePace | None = None
+        self._live: LiveVerdict | None = None
+        self._judge = StragglerJudge(StragglerThresholds.of(config))
 
     def source(self, plan: Plan) -> int:
         """Position of the peer whose invocation is replayed; moves on with every check, and past any common period."""
@@ -127,11 +126,7 @@ class CheckRunner:
             seed=structure_signature((plan.step, plan.ordinal)),
             recipes=prepared.contracts,
         )
-        rows = self._peers.gather(torch.tensor(encode(contract), dtype=torch.int64)).tolist()
-        readiness = judge_readiness(rows, self._peers.ranks)
-        if self._partners.size > 1:
-            said = self._partners.gather(torch.tensor(encode_ready(contract, readiness), dtype=torch.int64)).tolist()
-            readiness = join_readiness(readiness, said, self._partners.ranks)
+        readiness = self._agree(contract)
         reasons = list(readiness.reasons)
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in readiness.runnable]
         if not recipes:
@@ -141,6 +136,20 @@ class CheckRunner:
         found = self._rounds(bench, recipes, self.source(plan))
         details = self._details(bench, recipes, found.joined)
         return self._result(plan, started, recipes, found, details, reasons)
+
+    def _agree(self, contract: RankContract) -> ReadinessVerdict:
+        """What may run: one all-gather among the peers, which carries the live steps' times along; with lockstep
+        partners, one among them."""
+        pace = self.pace.words(contract.step) if self.pace is not None else []
+        rows = self._peers.gather(torch.tensor(encode(contract) + pace, dtype=torch.int64)).tolist()
+        readiness = judge_readiness([row[:CONTRACT_WORDS] for row in rows], self._peers.ranks)
+        self._live = None
+        if self.pace is not None and not any(reason.recipe == "check" for reason in readiness.reasons):
+            self._live = self.pace.judge(contract.step, [row[CONTRACT_WORDS:] for row in rows])
+        if self._partners.size > 1:
+            said = self._partners.gather(torch.tensor(encode_ready(contract, readiness), dtype=torch.int64)).tolist()
+            readiness = join_readiness(readiness, said, self._partners.ranks)
+        return readiness
 
     def _workbench(
         self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], seed: int, resize: bool
@@ -381,6 +390,7 @@ class CheckRunner:
             times_ms={key: tuple(o.elapsed.busy_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
             waits_ms={key: tuple(o.elapsed.wait_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
             collective_timings=tuple(found.collective_timings),
+            live=self._live,
             straggler_recipes={key: v.bitmap for key, v in stragglers.items() if any(v.bitmap)},
             nonfinite=any(o.flags.local_nonfinite or o.flags.replay_nonfinite or o.flags.state_nonfinite for o in seen),
             nonfinite_ranks=tuple(ranks[p] for p in sorted(local)),

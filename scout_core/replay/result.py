@@ -9,6 +9,7 @@ from typing import Any
 from scout_core.consensus.c3 import C3Result, C3Status
 from scout_core.consensus.readiness import Reason
 from scout_core.replay.verdict import RecipeVerdict
+from scout_core.timing.live import LiveVerdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class ReplayResult:
     `c3_results` and `sdc_sources` are keyed `recipe/surface`. `status` is Attributed if any recipe is, else
     Inconclusive if any exact comparison is, else Agree. `complete` is True when everything that was due led to an
     exact verdict.
+    `live` is the judgement of the training steps since the last check; None where none was timed.
     `nonfinite_ranks` saw a NaN or an infinity in their own data before any reduction; `nonfinite` says that replayed
     values or live state hold one anywhere.
     """
@@ -54,6 +56,7 @@ class ReplayResult:
     straggler_recipes: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     collective_timings: tuple[Mapping[str, Any], ...] = ()
     cross_pg_result: Mapping[str, Any] | None = None
+    live: LiveVerdict | None = None
     nonfinite: bool = False
     nonfinite_ranks: tuple[int, ...] = ()
     source_rank: int | None = None
@@ -98,6 +101,7 @@ class ReplayResult:
             "times_ms": {key: list(times) for key, times in self.times_ms.items()},
             "collective_timings": [dict(timing) for timing in self.collective_timings],
             "cross_pg_result": self.cross_pg_result,
+            "live": None if self.live is None else self.live.to_json(),
             "nonfinite": self.nonfinite,
             "nonfinite_ranks": list(self.nonfinite_ranks),
             "elapsed_ms": round(self.elapsed_ms, 3),

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scout_core.consensus.c3 import C3Status
+from scout_core.consensus.readiness import name_ranks
 from scout_core.replay.evidence import SHARED_STATE
 from scout_core.replay.result import ReplayResult
 from scout_core.replay.verdict import RecipeVerdict
 from scout_core.report.fault_report import FaultKind, RecommendedAction, SCOUTFaultReport, Severity
+from scout_core.report.live_reports import live_reports
+from scout_core.report.places import Places
 
 _DENSE = 0.5  # a device flips few elements at once; when most differ, two histories have drifted apart
 
@@ -22,28 +25,14 @@ def reports_of(
 
     Inconclusive readiness (missing or unequal captures) is no fault and gives no report: it only blocks certification.
     """
-    places = _Places(result, hosts, devices)
+    places = Places(result, hosts, devices)
     found = [_corruption(result, verdict, places) for verdict in result.verdicts.values() if _disagrees(verdict)]
     reports = _merge(found)
     if result.nonfinite:
         reports.append(_numeric(result, places))
     reports += [_straggler(result, places)] if any(result.straggler_bitmap) else []
     reports += [_nondeterministic(result, v) for v in result.verdicts.values() if v.nondeterministic]
-    return reports
-
-
-class _Places:
-    """Hosts and devices of ranks, in the order of the ranks named."""
-
-    def __init__(self, result: ReplayResult, hosts: Sequence[str], devices: Sequence[str]) -> None:
-        self._hosts = dict(zip(result.peer_ranks, hosts, strict=False))
-        self._devices = dict(zip(result.peer_ranks, devices, strict=False))
-
-    def of(self, ranks: Sequence[int]) -> dict[str, tuple[str, ...]]:
-        return {
-            "hosts": tuple(self._hosts[rank] for rank in ranks if rank in self._hosts),
-            "devices": tuple(self._devices[rank] for rank in ranks if rank in self._devices),
-        }
+    return reports + live_reports(result, places)
 
 
 def _disagrees(verdict: RecipeVerdict) -> bool:
@@ -52,7 +41,7 @@ def _disagrees(verdict: RecipeVerdict) -> bool:
     return verdict.status is C3Status.ATTRIBUTED or verdict.persistence is not None
 
 
-def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -> SCOUTFaultReport:
+def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: Places) -> SCOUTFaultReport:
     ranks = tuple(r for r, bad in zip(result.peer_ranks, verdict.bitmap, strict=True) if bad)
     others = tuple(r for r in result.peer_ranks if r not in ranks)
     surface = f"{verdict.recipe_id}/{verdict.first_surface or SHARED_STATE}"
@@ -64,10 +53,11 @@ def _corruption(result: ReplayResult, verdict: RecipeVerdict, places: _Places) -
     detail = result.details.get(verdict.recipe_id)
     if ranks and verdict.basis == "reference":
         message = (
-            f"{_ranks(ranks)}: {surface} lies outside the error bound of a float64 reference, {_ranks(others)} inside"
+            f"{name_ranks(ranks)}: {surface} lies outside the error bound of a float64 reference, "
+            f"{name_ranks(others)} inside"
         )
     elif ranks:
-        message = f"{_ranks(ranks)}: {surface} differs from {len(others)} agreeing peers ({verdict.persistence})"
+        message = f"{name_ranks(ranks)}: {surface} differs from {len(others)} agreeing peers ({verdict.persistence})"
     else:
         message = f"{surface} differs between peers and no rank can be blamed: {verdict.reason}"
     if detail is not None:
@@ -148,10 +138,10 @@ def _merge(found: list[SCOUTFaultReport]) -> list[SCOUTFaultReport]:
     return sorted(merged.values(), key=lambda r: r.severity != "fatal")
 
 
-def _numeric(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
+def _numeric(result: ReplayResult, places: Places) -> SCOUTFaultReport:
     named = result.nonfinite_ranks if len(result.nonfinite_ranks) * 2 < len(result.peer_ranks) else ()
     if named:
-        message = f"{_ranks(named)}: NaN or infinity in its own data before any reduction, while its peers had none"
+        message = f"{name_ranks(named)}: NaN or infinity in its own data before any reduction, while its peers had none"
     else:
         message = "NaN or infinity in replayed values or live state of the peers alike; the state is not certified"
     return SCOUTFaultReport(
@@ -171,7 +161,7 @@ def _numeric(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
     )
 
 
-def _straggler(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
+def _straggler(result: ReplayResult, places: Places) -> SCOUTFaultReport:
     ranks = result.straggler_ranks
     recipes = {key: _times(result, key) for key in result.straggler_recipes}
     return SCOUTFaultReport(
@@ -188,7 +178,7 @@ def _straggler(result: ReplayResult, places: _Places) -> SCOUTFaultReport:
         evidence={"peer_ranks": list(result.peer_ranks), "times_ms": recipes},
         exonerating={"not_slow": [r for r in result.peer_ranks if r not in ranks]},
         recommended_action="observe",
-        message=f"{_ranks(ranks)}: slower than its peers at the same replayed work, in every confirmation round",
+        message=f"{name_ranks(ranks)}: slower than its peers at the same replayed work, in every confirmation round",
     )
 
 
@@ -210,7 +200,3 @@ def _nondeterministic(result: ReplayResult, verdict: RecipeVerdict) -> SCOUTFaul
         recommended_action="continue",
         message=f"{verdict.reason}; its results are not compared from now on and no rank is blamed",
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

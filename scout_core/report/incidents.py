@@ -9,6 +9,10 @@ import xxhash
 from scout_core.consensus.c3 import C3Status
 from scout_core.replay.result import ReplayResult
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
+from scout_core.report.live_reports import KINDS
+
+_PASSING = frozenset(KINDS.values())
+"""Slowness of some kind, which is over when it has not been seen for a while: it shows on no surface."""
 
 Key = tuple[FaultKind, tuple[int, ...], str | None]
 
@@ -66,7 +70,7 @@ def _is_over(key: Key, incident: _Open, result: ReplayResult) -> bool:
     kind, ranks, _ = key
     if kind is FaultKind.NUMERIC:
         return not result.nonfinite
-    if kind is FaultKind.COMPUTE_STRAGGLER:
+    if kind in _PASSING:
         return incident.quiet >= _QUIET_CHECKS and not set(ranks) & set(result.straggler_ranks)
     return not incident.surfaces
 

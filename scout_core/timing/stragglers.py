@@ -21,6 +21,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from scout_core.config import ReplayHarnessConfig
+
 Times = Sequence[float | None]
 StragglerReason = Literal[
     "reported", "not_persistent", "not_confirmed", "no_majority", "no_history", "too_few_times", "clean"
@@ -66,6 +68,17 @@ class StragglerThresholds:
             raise ValueError(f"window must be at least 1 check, not {self.window}")
         if not 1 <= self.persistence <= self.window:
             raise ValueError(f"persistence must be 1 to window ({self.window}), not {self.persistence}")
+
+    @classmethod
+    def of(cls, config: ReplayHarnessConfig) -> StragglerThresholds:
+        """The configured ones."""
+        return cls(
+            relative=config.straggler_relative,
+            absolute_ms=config.straggler_absolute_ms,
+            confirmations=config.straggler_confirmations,
+            window=config.straggler_window,
+            persistence=config.straggler_persistence,
+        )
 
     def exceeded(self, time_ms: float, baseline_ms: float) -> bool:
         """Whether a time exceeds both thresholds against a baseline."""

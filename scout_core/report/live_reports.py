@@ -1,0 +1,84 @@
+"""From the judgement of live steps to the reports it deserves. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scout_core.consensus.readiness import name_ranks
+from scout_core.replay.result import ReplayResult
+from scout_core.report.fault_report import FaultKind, RecommendedAction, SCOUTFaultReport
+from scout_core.report.places import Places
+from scout_core.timing.pace import PaceFinding
+
+SURFACE = "live_steps"
+KINDS = {
+    "compute_straggler": FaultKind.COMPUTE_STRAGGLER,
+    "data_imbalance": FaultKind.DATA_IMBALANCE,
+    "dataloader_stall": FaultKind.DATALOADER_STALL,
+}
+
+
+def live_reports(result: ReplayResult, places: Places) -> list[SCOUTFaultReport]:
+    """One report for each rank found slow in live steps, and one that names nobody for a job that waits for data.
+
+    A rank whose replays are slow too is left to that report, which rests on equal work.
+    """
+    if result.live is None:
+        return []
+    findings = [f for f in result.live.findings if result.peer_ranks[f.position] not in result.straggler_ranks]
+    reports = [_finding(result, finding, places) for finding in findings]
+    if result.live.note == "input_bound":
+        reports.append(_input_bound(result))
+    return reports
+
+
+def _finding(result: ReplayResult, finding: PaceFinding, places: Places) -> SCOUTFaultReport:
+    assert result.live is not None
+    rank = result.peer_ranks[finding.position]
+    excluded = finding.decision == "exclude_at_next_restart"
+    action: RecommendedAction = "restart_excluding" if excluded else "observe"
+    cause = "its host has no core free for it" if finding.position in result.live.crowded else None
+    evidence: dict[str, Any] = {
+        "peer_ranks": list(result.peer_ranks),
+        "excess": round(finding.excess, 4),
+        "episodes": finding.episodes,
+        "decision": finding.decision,
+        "own_ms": [None if value is None else round(value, 3) for value in result.live.own_ms],
+        "core_wait": [None if value is None else round(value, 3) for value in result.live.core_wait],
+    }
+    if cause is not None:
+        evidence["cause"] = "cpu_contention"
+    text = f"{name_ranks((rank,))}: {finding.excess:.1%} more time per step since step {finding.onset_step}; "
+    return SCOUTFaultReport(
+        kind=KINDS[finding.kind],
+        severity="warning",
+        status="Attributed",
+        scope="rank",
+        ranks=(rank,),
+        **places.of((rank,)),
+        surface=SURFACE,
+        phase="train",
+        step=result.step,
+        first_seen_step=finding.onset_step,
+        basis="majority" if len(result.peer_ranks) > 2 else "self",
+        evidence=evidence,
+        exonerating={"not_slow": [r for r in result.peer_ranks if r != rank]},
+        recommended_action=action if finding.kind == "compute_straggler" else "observe",
+        message=text + (finding.reason if cause is None else f"{finding.reason}; {cause}"),
+    )
+
+
+def _input_bound(result: ReplayResult) -> SCOUTFaultReport:
+    return SCOUTFaultReport(
+        kind=FaultKind.DATALOADER_STALL,
+        severity="info",
+        status="Inconclusive",
+        scope="job",
+        surface=SURFACE,
+        phase="train",
+        step=result.step,
+        first_seen_step=result.step,
+        evidence={"note": "input_bound"},
+        recommended_action="continue",
+        message="the job waits for its loaders; no rank stands out",
+    )

@@ -1,0 +1,180 @@
+"""Live steps judged at each check: the clock's observations of all peers, in order, given to the judge of pace."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from scout_core.config import ReplayHarnessConfig, ScoutConfig
+from scout_core.replay.isolation import run_queue_delay_ns
+from scout_core.timing.pace import JobNote, PaceFinding, PaceJudge, PaceThresholds
+from scout_core.timing.step_clock import NO_CLOCK, Clock, Pace, StepClock
+
+_RECENT = 20
+_CROWDED = 0.1
+"""Share of its time a rank must wait for a core, and twice the others' share, before a crowded host is the cause."""
+
+
+def step_clock(root: nn.Module, config: ScoutConfig) -> Clock:
+    """The clock of a job's steps; one that keeps nothing where they are not timed, or nobody watches for waits."""
+    if not (config.replay.live_timing and config.oob.oob_enabled):
+        return NO_CLOCK
+    device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    return StepClock(device, config.replay.shortest_interval, run_queue_delay_ns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveVerdict:
+    """What the newest live steps say. Positions in `findings` are peer-local; `step` is the newest step looked at.
+
+    `own_ms` has each peer's own time per step, the median of its newest observations; `core_wait` the share of its time
+    in which it was ready to run and had no core; None where unknown. `crowded` are positions whose host is the likely
+    cause of their slowness.
+    """
+
+    step: int
+    findings: tuple[PaceFinding, ...] = ()
+    note: JobNote | None = None
+    own_ms: tuple[float | None, ...] = ()
+    core_wait: tuple[float | None, ...] = ()
+    crowded: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict for strict JSON."""
+        return {
+            "step": self.step,
+            "findings": [vars(finding) for finding in self.findings],
+            "note": self.note,
+            "own_ms": [None if value is None else round(value, 3) for value in self.own_ms],
+            "core_wait": [None if value is None else round(value, 3) for value in self.core_wait],
+        }
+
+
+class LivePace:
+    """The clock of this rank and the judge that all peers hold alike.
+
+    Every peer calls `words` and, with the words of all, `judge`, once at each check. No collectives of its own.
+    """
+
+    def __init__(self, clock: StepClock, config: ReplayHarnessConfig) -> None:
+        self._clock = clock
+        self._judge = PaceJudge(PaceThresholds(relative=config.live_relative, absolute_ms=config.live_absolute_ms))
+        self._judged = -1
+        self._recent: deque[Sequence[Pace]] = deque(maxlen=_RECENT)
+
+    def words(self, step: int) -> list[int]:
+        """This rank's observations, a fixed number of words."""
+        return self._clock.words(step)
+
+    def judge(self, step: int, rows: Sequence[Sequence[int]]) -> LiveVerdict | None:
+        """Judge what is new in `rows`, one row of `words` per peer; None where nothing is."""
+        newest = self._clock.newest(step)
+        first = newest - self._clock.observations + 1
+        verdict = None
+        for index in range(max(first, self._judged + 1), newest + 1):
+            row = [Pace.decode(words[index - first]) for words in rows]
+            if all(pace.own_ms is None for pace in row):
+                continue  # before this attempt, or steps that nobody timed
+            self._recent.append(row)
+            tokens = [pace.tokens for pace in row]
+            verdict = self._judge.observe(
+                (index + 1) * self._clock.steps_each,
+                [pace.own_ms for pace in row],
+                tokens=tokens if any(tokens) else None,
+                loader_ms=[pace.loader_ms for pace in row],
+            )
+        self._judged = max(self._judged, newest)
+        if verdict is None:
+            return None
+        waits = [self._core_wait(position) for position in range(len(rows))]
+        return LiveVerdict(
+            step=verdict.step,
+            findings=verdict.findings,
+            note=verdict.note,
+            own_ms=tuple(_median([row[p].own_ms for row in self._recent]) for p in range(len(rows))),
+            core_wait=tuple(waits),
+            crowded=tuple(f.position for f in verdict.findings if _stands_out(waits, f.position)),
+        )
+
+    def _core_wait(self, position: int) -> float | None:
+        shares = [
+            pace.core_wait_ms / (pace.own_ms + pace.core_wait_ms)
+            for pace in (row[position] for row in self._recent)
+            if pace.core_wait_ms is not None and pace.own_ms is not None and pace.own_ms + pace.core_wait_ms > 0
+        ]
+        return _median(shares)
+
+
+class LiveWatch:
+    """Hooks on the root module: how many tokens a step works on, and how long backward waits for its reduction.
+
+    `DistributedDataParallel` reduces while gradients are computed and waits for the rest in a callback at the end of
+    backward. Callbacks run in the order in which they are queued: one queued at the very beginning runs before it and
+    queues another, which runs after it. Nothing is put on a compiled model, whose graph hooks would change.
+    """
+
+    def __init__(self, root: nn.Module, clock: Clock) -> None:
+        self._clock = clock
+        self._handles = [
+            root.register_forward_pre_hook(self._before, with_kwargs=True),
+            root.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training:
+            self._clock.count(_tokens((*args, *kwargs.values())))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        first = _first_differentiable(output)
+        if first is not None and module.training:
+            first.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._gradients_done)
+
+    def _gradients_done(self) -> None:
+        since = self._clock.mark()
+        Variable._execution_engine.queue_callback(lambda: self._clock.waited(since))
+
+
+def _tokens(values: Sequence[Any]) -> int:
+    """Elements of the first tensor of whole numbers among a model's inputs: token ids; 0 where there is none."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32):
+            return value.numel()
+        if isinstance(value, dict):
+            found = _tokens(tuple(value.values()))
+            if found:
+                return found
+    return 0
+
+
+def _first_differentiable(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return next((found for value in values if (found := _first_differentiable(value)) is not None), None)
+
+
+def _stands_out(shares: Sequence[float | None], position: int) -> bool:
+    others = _median([share for p, share in enumerate(shares) if p != position])
+    own = shares[position]
+    return own is not None and own > _CROWDED and own > 2 * (others or 0.0)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,190 @@
+"""What each training step takes a rank itself: its time from boundary to boundary, without waiting for others.
+
+A step that is over has a beginning, an end, and spans in between that were no work of its own: collectives, loaders,
+checkpoints. On a GPU every mark is an event on the current stream, so a span counts for as long as the device stood
+still; nothing is waited for before a check, and then only for steps that ended two steps earlier.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+MOST_OBSERVATIONS = 64
+"""Observations that one check hands over; with a longer interval, each is the mean of several steps."""
+
+_CODES = (1 << 16) - 2
+_SCALE = _CODES / math.log1p(1 << 36)
+"""16 bits for 0 to 2^36, in steps of 0.04%: a day in microseconds, or 69 thousand million tokens."""
+
+Mark = Any
+"""A moment: nanoseconds, or a CUDA event that will know them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """One observation of one rank, in milliseconds: its own time, and of it waiting for data; tokens; and the time it
+    was ready to run without a core, which its own time leaves out. None is unknown."""
+
+    own_ms: float | None = None
+    loader_ms: float | None = None
+    tokens: float | None = None
+    core_wait_ms: float | None = None
+
+    def encode(self) -> int:
+        """One signed 64-bit word."""
+        parts = (self.own_ms, self.loader_ms, self.tokens, self.core_wait_ms)
+        scales = (1e3, 1e3, 1.0, 1e3)
+        word = 0
+        for value, scale in zip(parts, scales, strict=True):
+            code = 0 if value is None else 1 + min(round(math.log1p(max(value, 0.0) * scale) * _SCALE), _CODES)
+            word = word << 16 | code
+        return word - (1 << 64) if word >= 1 << 63 else word
+
+    @classmethod
+    def decode(cls, word: int) -> Pace:
+        """The observation that `encode` made the word of, within 0.04%."""
+        codes = [word >> shift & 0xFFFF for shift in (48, 32, 16, 0)]
+        own, loader, tokens, wait = (None if code == 0 else math.expm1((code - 1) / _SCALE) for code in codes)
+        return cls(
+            own_ms=None if own is None else own / 1e3,
+            loader_ms=None if loader is None else loader / 1e3,
+            tokens=tokens,
+            core_wait_ms=None if wait is None else wait / 1e3,
+        )
+
+
+class Clock:
+    """What is told of a step's spans. This one keeps nothing: for jobs whose live steps are not timed."""
+
+    def mark(self) -> Mark:
+        """This moment."""
+        return None
+
+    def waited(self, since: Mark) -> None:
+        """From `since` until now this rank waited in a collective."""
+
+    def loaded(self, since: Mark) -> None:
+        """From `since` until now this rank waited for its data."""
+
+    def count(self, tokens: int) -> None:
+        """The step under way works on so many tokens more."""
+
+    def spoil(self) -> None:
+        """The step under way has something in it that other steps have not, an evaluation or a checkpoint."""
+
+    def begin(self) -> None:
+        """A step begins: after the boundary and whatever SCOUT did there."""
+
+    def end(self, number: int) -> None:
+        """Step `number` is over: at its boundary, before anything else."""
+
+
+NO_CLOCK = Clock()
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """One step under way or over. Spans are pairs of marks."""
+
+    begun: Mark
+    delay_ns: int
+    ran_ns: int
+    number: int = 0
+    ended: Mark = None
+    tokens: int = 0
+    others: list[tuple[Mark, Mark]] = field(default_factory=list)
+    loader: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+
+class StepClock(Clock):
+    """Times the steps of one rank. Local; costs a mark at each end of a span and of a step.
+
+    `interval` is the number of steps between checks, `core_wait_ns` reads how long this thread has waited for a core.
+    """
+
+    def __init__(self, device: torch.device, interval: int, core_wait_ns: Callable[[], int]) -> None:
+        self._cuda = device.type == "cuda"
+        self._core_wait_ns = core_wait_ns
+        self._behind = 2 if self._cuda else 0
+        self.steps_each = max(math.ceil(interval / MOST_OBSERVATIONS), 1)
+        self.observations = max(math.ceil((interval or 1) / self.steps_each), 1) + math.ceil(
+            self._behind / self.steps_each
+        )
+        self._over: deque[_Step] = deque(maxlen=self.observations * self.steps_each + self._behind)
+        self._now: _Step | None = None
+
+    def mark(self) -> Mark:
+        # of the host, or of the current stream
+        if not self._cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        self._now = _Step(begun=self.mark(), delay_ns=self._core_wait_ns(), ran_ns=time.thread_time_ns())
+
+    def end(self, number: int) -> None:
+        step, self._now = self._now, None
+        if step is not None:
+            step.number, step.ended = number, self.mark()
+            step.delay_ns = self._core_wait_ns() - step.delay_ns
+            step.ran_ns = time.thread_time_ns() - step.ran_ns
+            self._over.append(step)
+
+    def waited(self, since: Mark) -> None:
+        if self._now is not None:
+            self._now.others.append((since, self.mark()))
+
+    def loaded(self, since: Mark) -> None:
+        if self._now is not None:
+            self._now.loader.append((since, self.mark()))
+
+    def count(self, tokens: int) -> None:
+        if self._now is not None:
+            self._now.tokens += tokens
+
+    def spoil(self) -> None:
+        self._now = None
+
+    def newest(self, step: int) -> int:
+        """The newest observation that a check at `step` hands over; i ends with step `(i + 1) * steps_each`."""
+        return (step - self._behind) // self.steps_each - 1
+
+    def words(self, step: int) -> list[int]:
+        """The last `observations` ones, oldest first, one word each."""
+        newest = self.newest(step)
+        by_number: dict[int, list[_Step]] = {}
+        for one in self._over:
+            by_number.setdefault((one.number - 1) // self.steps_each, []).append(one)
+        wanted = range(newest - self.observations + 1, newest + 1)
+        return [self._mean(by_number.get(index, [])).encode() for index in wanted]
+
+    def _mean(self, steps: Sequence[_Step]) -> Pace:
+        if not steps:
+            return Pace()
+        seen = [self._read(step) for step in steps]
+        own, loader, tokens, wait = (sum(column) / len(seen) for column in zip(*seen, strict=True))
+        return Pace(own_ms=own, loader_ms=loader, tokens=tokens or None, core_wait_ms=wait)
+
+    def _read(self, step: _Step) -> tuple[float, float, float, float]:
+        if self._cuda:
+            step.ended.synchronize()  # two steps back: it has ended, unless the host ran far ahead
+        own, loader = self._between(step.begun, step.ended) - self._sum(step.others), self._sum(step.loader)
+        # what the thread waited for a core on waking in a collective kept it from no work of its own
+        core_wait = 0.0 if self._cuda else min(step.delay_ns, max(own * 1e6 - step.ran_ns, 0.0)) / 1e6
+        return max(own - core_wait, 0.0), loader, float(step.tokens), core_wait
+
+    def _sum(self, spans: Sequence[tuple[Mark, Mark]]) -> float:
+        return sum(self._between(*span) for span in spans)
+
+    def _between(self, begun: Mark, ended: Mark) -> float:
+        """Milliseconds."""
+        return float(begun.elapsed_time(ended)) if self._cuda else (ended - begun) / 1e6

@@ -1,0 +1,135 @@
+"""The clock of live steps: what it hands over, and that its hooks change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from scout_core.config import ReplayHarnessConfig
+from scout_core.timing import step_clock
+from scout_core.timing.live import LivePace, LiveWatch
+from scout_core.timing.step_clock import Pace, StepClock
+
+MS = 1_000_000
+values = st.none() | st.floats(min_value=0, max_value=1e7)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A clock that the test turns, in ns; the thread never has a core of its own to run on."""
+    moment = [0]
+    monkeypatch.setattr(step_clock.time, "perf_counter_ns", lambda: moment[0])
+    monkeypatch.setattr(step_clock.time, "thread_time_ns", lambda: 0)
+    return moment
+
+
+@given(values, values, values, values)
+def test_a_word_holds_an_observation_within_a_thousandth(
+    own: float | None, loader: float | None, tokens: float | None, wait: float | None
+) -> None:
+    pace = Pace(own_ms=own, loader_ms=loader, tokens=tokens, core_wait_ms=wait)
+    word = pace.encode()
+    assert -(1 << 63) <= word < 1 << 63
+    back = Pace.decode(word)
+    for name, unit in (("own_ms", 1e-3), ("loader_ms", 1e-3), ("tokens", 1.0), ("core_wait_ms", 1e-3)):
+        given_value, found = getattr(pace, name), getattr(back, name)
+        assert (given_value is None) == (found is None)
+        if given_value is not None:
+            assert found == pytest.approx(given_value, rel=1e-3, abs=1e-3 * unit)
+
+
+def run_step(clock: StepClock, now: list[int], number: int, own_ms: int, *, wait_ms: int = 0, load_ms: int = 0) -> None:
+    clock.begin()
+    now[0] += own_ms * MS
+    for milliseconds, told in ((wait_ms, clock.waited), (load_ms, clock.loaded)):
+        since = clock.mark()
+        now[0] += milliseconds * MS
+        if milliseconds:
+            told(since)
+    clock.end(number)
+
+
+def test_waiting_in_collectives_is_no_time_of_its_own_and_waiting_for_data_is(now: list[int]) -> None:
+    clock = StepClock(torch.device("cpu"), 2, lambda: 0)
+    run_step(clock, now, 1, 10, wait_ms=90)
+    clock.begin()
+    clock.count(12)
+    clock.end(2)
+    first, second = (Pace.decode(word) for word in clock.words(2))
+    run_step(clock, now, 3, 10, load_ms=5)
+    clock.begin()
+    clock.spoil()  # an evaluation in it
+    clock.end(4)
+    assert first.own_ms == pytest.approx(10, rel=1e-3) and first.tokens is None
+    assert second.tokens == pytest.approx(12, rel=1e-3)
+    third, fourth = (Pace.decode(word) for word in clock.words(4))
+    assert third.own_ms == pytest.approx(15, rel=1e-3) and third.loader_ms == pytest.approx(5, rel=1e-3)
+    assert fourth.own_ms is None
+
+
+def test_waiting_for_a_core_is_set_apart_but_never_more_than_the_thread_stood_still(now: list[int]) -> None:
+    delay = [0]
+    clock = StepClock(torch.device("cpu"), 1, lambda: delay[0])
+    clock.begin()
+    now[0] += 10 * MS
+    delay[0] += 4 * MS
+    clock.end(1)
+    assert Pace.decode(clock.words(1)[0]).own_ms == pytest.approx(6, rel=1e-3)
+    clock.begin()
+    since = clock.mark()
+    now[0] += 50 * MS
+    delay[0] += 50 * MS  # it woke late in a collective
+    clock.waited(since)
+    now[0] += 10 * MS
+    clock.end(2)
+    seen = Pace.decode(clock.words(2)[0])
+    assert seen.own_ms is not None and seen.core_wait_ms is not None
+    assert seen.own_ms + seen.core_wait_ms == pytest.approx(10, rel=1e-3)
+
+
+@pytest.mark.parametrize("interval", [1, 7, 64, 65, 1000])
+def test_every_step_is_judged_once_whatever_the_interval(now: list[int], interval: int) -> None:
+    config = ReplayHarnessConfig()
+    clocks = [StepClock(torch.device("cpu"), interval, lambda: 0) for _ in range(3)]
+    judges = [LivePace(clock, config) for clock in clocks]
+    steps, last = 3 * interval + 5, None
+    for number in range(1, steps + 1):
+        for rank, clock in enumerate(clocks):
+            run_step(clock, now, number, 100 if rank == 1 else 50)
+        if number % interval == 0:
+            rows = [judge.words(number) for judge in judges]
+            assert len(rows[0]) <= step_clock.MOST_OBSERVATIONS
+            verdicts = [judge.judge(number, rows) for judge in judges]
+            assert verdicts[0] is not None and verdicts == [verdicts[0]] * 3
+            assert verdicts[0].own_ms == pytest.approx((50, 100, 50), rel=1e-3)
+            assert last is None or verdicts[0].step > last
+            last = verdicts[0].step
+    assert judges[0].judge(steps - 5, [judge.words(steps - 5) for judge in judges]) is None  # seen before
+
+
+def test_hooks_change_no_bit_and_count_tokens_of_training_alone() -> None:
+    class Counted(StepClock):
+        counted = 0
+
+        def count(self, tokens: int) -> None:
+            self.counted += tokens
+
+    def gradients(watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+        clock = Counted(torch.device("cpu"), 1, lambda: 0)
+        watch = LiveWatch(model, clock) if watched else None
+        clock.begin()
+        model(torch.arange(6)).square().sum().backward()
+        model.eval()(torch.arange(6))
+        clock.end(1)
+        if watch is not None:
+            assert clock.counted == 6 and Pace.decode(clock.words(1)[0]).own_ms is not None
+            watch.close()
+            assert not model._forward_hooks and not model._forward_pre_hooks
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert all(torch.equal(one, other) for one, other in zip(gradients(True), gradients(False), strict=True))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
+import torch
+
 import scout_core
 from scout_core.config import ConfigError, ScoutConfig
 from scout_core.manager_api import RESTART_EXIT_CODE, SCOUTFaultReport
@@ -19,6 +21,7 @@ from scout_lightning.adapter import LightningAdapter
 from scout_lightning.certifier import Certifier
 from scout_lightning.configuration import due_between, scout_config
 from scout_lightning.frameworks import Callback
+from scout_lightning.randomness import own_state, restore
 
 logger = logging.getLogger("scout")
 OnFault = Union[Literal["report", "stop", "restart"], Callable[[list[SCOUTFaultReport]], None]]  # noqa: UP007
@@ -69,6 +72,8 @@ class ScoutCallback(Callback):
         self._steps = self._seen = self._first_global = self._first = 0
         self._run_id = ""
         self._checks = 0
+        self._random: list[int] | None = None
+        self._watched: Any = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Every rank; one broadcast. Before anything is loaded."""
@@ -85,9 +90,15 @@ class ScoutCallback(Callback):
         self._certifier.step = lambda: self._steps
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Plain numbers and text only, so that `weights_only` loading takes it."""
-        if self._certifier is not None:
-            checkpoint[_KEY] = {"steps": self._steps, "run_id": self._run_id}
+        """Numbers, text and a tensor only, so that `weights_only` loading takes it. Every rank, as Lightning asks for.
+
+        One all-gather of every rank's random state, but not while an exception is on its way: other ranks may be gone.
+        """
+        if self._certifier is None:
+            return
+        checkpoint[_KEY] = kept = {"steps": self._steps, "run_id": self._run_id}
+        if self._channel is not None and not self._certifier.failing:
+            kept["random"] = torch.tensor(self._channel.gather(own_state()))
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
         """The catalog goes on where the checkpoint left it."""
@@ -95,6 +106,9 @@ class ScoutCallback(Callback):
         if self._certifier is not None and isinstance(kept, Mapping):
             self._steps = self._seen = self._first = int(kept["steps"])
             self._run_id = str(kept["run_id"])
+            rows = kept.get("random")
+            if isinstance(rows, torch.Tensor) and len(rows) == trainer.world_size:
+                self._random = rows[trainer.global_rank].tolist()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Every rank; collectives as `scout_core.attach`. Weights are loaded, the model is wrapped."""
@@ -114,9 +128,19 @@ class ScoutCallback(Callback):
         self.scout = scout = scout_core.attach(trainer.strategy.model, optimizer, settings, adapter=adapter)
         self._first_global = trainer.global_step
         self._certifier.io = lambda: scout.checkpoint_io("write", name="lightning")
-        loader = getattr(trainer.fit_loop, "_combined_loader", None)  # Lightning 2.0 to 2.6
-        if self.instrument_dataloaders and loader is not None:
-            loader.flattened = [scout.instrument_dataloader(one, name="train") for one in loader.flattened]
+        if self._random is not None:
+            restore(self._random)
+            self._random = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Local. The iterators of an epoch are there once its first batch is, which therefore is not watched itself."""
+        if self.scout is None or not self.instrument_dataloaders:
+            return
+        running = getattr(trainer.fit_loop._combined_loader, "_iterator", None)  # Lightning 2.0 to 2.6
+        if running is None or running is self._watched or not getattr(running, "iterators", None):
+            return
+        self._watched = running
+        running.iterators = [iter(self.scout.instrument_dataloader(one, name="train")) for one in running.iterators]
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
@@ -200,7 +224,7 @@ class ScoutCallback(Callback):
         if self._certifier is not None:
             self._certifier.close()
             self._certifier = None
-        self.scout, self._channel = None, None
+        self.scout, self._channel, self._watched, self._random = None, None, None, None
 
 
 def _refusal(trainer: Any) -> str | None:

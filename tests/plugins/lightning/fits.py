@@ -70,6 +70,7 @@ class Fit:
     raise_at: int | None = None
     validate: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
+    plugins: tuple[Any, ...] = ()
 
 
 class Net(nn.Module):
@@ -137,9 +138,29 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def loader() -> Any:
-    ids = torch.randint(0, WORDS, (256, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=2)
+class Loader:
+    """This rank's batches, and its position: Lightning keeps that of a loader which has one."""
+
+    def __init__(self) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        ids = torch.randint(0, WORDS, (256, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        self.batches = [(part,) for part in ids[rank::world].split(2)]
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 def run(fit: Fit) -> dict[str, Any]:
@@ -168,7 +189,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=DDPStrategy(find_unused_parameters=True),
-        plugins=[PoolEnvironment(), *plugins],
+        plugins=[PoolEnvironment(), *plugins, *fit.plugins],
         max_steps=fit.steps,
         max_epochs=-1,
         accumulate_grad_batches=fit.accumulate,
@@ -195,7 +216,7 @@ def _run(fit: Fit) -> dict[str, Any]:
 
     ScoutCallback._close = remember  # type: ignore[method-assign]
     try:
-        trainer.fit(module, loader(), loader() if fit.validate else None, ckpt_path=fit.ckpt_path)
+        trainer.fit(module, Loader(), Loader() if fit.validate else None, ckpt_path=fit.ckpt_path)
     except (RuntimeError, SystemExit) as error:
         ended = error.code if isinstance(error, SystemExit) else str(error)
         for one in handles:

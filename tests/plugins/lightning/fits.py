@@ -17,10 +17,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from scout_core.faults import corrupt_weight
+from scout_core.replay.local_tensors import local_part
 from scout_lightning import ScoutCallback
 
 WORDS, WIDTH, LENGTH = 16, 8, 4
@@ -71,6 +76,7 @@ class Fit:
     validate: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     plugins: tuple[Any, ...] = ()
+    layout: str = "ddp"
 
 
 class Net(nn.Module):
@@ -119,6 +125,28 @@ class Module(L.LightningModule):
         if self.fit.mode == "lbfgs":
             return torch.optim.LBFGS(self.parameters(), max_iter=2)
         return torch.optim.AdamW(self.parameters(), 1e-2, fused=self.fit.mode == "fp16_fused")
+
+
+class Sharded(Module):
+    """Under `ModelParallelStrategy`: `tp` and `fsdp` on the strategy's mesh, `hsdp` on one of the job's own."""
+
+    def configure_model(self) -> None:
+        blocks = [block[0] for block in self.net.blocks]
+        if self.fit.layout == "hsdp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for part in (*blocks, self.net):
+                fully_shard(part, mesh=mesh)
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            for block in self.net.blocks:
+                parallelize_module(block, tensor, {"0": ColwiseParallel(output_layouts=Replicate())})
+        if data.size() > 1:
+            for part in (*blocks, self.net):
+                fully_shard(part, mesh=data)
+
+
+LAYOUTS = {"hsdp": (4, 1), "fsdp": (4, 1), "tp": (1, 4), "fsdp_tp": (2, 2)}
 
 
 class Corrupt(L.Callback):
@@ -171,7 +199,10 @@ def run(fit: Fit) -> dict[str, Any]:
 
 def _run(fit: Fit) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
-    module = Module(fit)
+    if fit.layout == "ddp":
+        module, strategy = Module(fit), DDPStrategy(find_unused_parameters=True)
+    else:
+        module, strategy = Sharded(fit), ModelParallelStrategy(*LAYOUTS[fit.layout])
     ours = [
         ScoutCallback(fit.every, fit.folder / "scout", {"oob": {"oob_enabled": False}}, on_fault=fit.on_fault)
         for _ in range(fit.callbacks if fit.scout else 0)
@@ -188,7 +219,7 @@ def _run(fit: Fit) -> dict[str, Any]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=DDPStrategy(find_unused_parameters=True),
+        strategy=strategy,
         plugins=[PoolEnvironment(), *plugins, *fit.plugins],
         max_steps=fit.steps,
         max_epochs=-1,
@@ -226,8 +257,8 @@ def _run(fit: Fit) -> dict[str, Any]:
     states = [s for o in trainer.optimizers for s in o.state_dict()["state"].values()] if ended is None else []
     result = seen.get("result")
     return {
-        "parameters": [p.detach().clone() for p in module.parameters()],
-        "optimizer": [v for s in states for v in s.values() if isinstance(v, torch.Tensor)],
+        "parameters": [local_part(p).detach().clone() for p in module.parameters()],
+        "optimizer": [local_part(v).clone() for s in states for v in s.values() if isinstance(v, torch.Tensor)],
         "rng": torch.get_rng_state(),
         "global_step": trainer.global_step,
         "ended": ended,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ class Fit:
     clip: float | None = None
     mode: str = "auto"
     raise_at: int | None = None
+    raises: str = "error"
     validate: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     plugins: tuple[Any, ...] = ()
@@ -104,7 +106,11 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if self.fit.raise_at == index:
-            raise RuntimeError("user code failed")
+            if self.fit.raises == "interrupt":
+                raise KeyboardInterrupt
+            if self.fit.raises == "error":
+                raise RuntimeError("user code failed")
+            os.kill(os.getpid(), signal.SIGTERM)
         loss = self.loss(batch)
         if self.fit.mode.startswith("fp16") and index < 2:
             loss = loss * float("inf")
@@ -248,7 +254,7 @@ def _run(fit: Fit) -> dict[str, Any]:
     ScoutCallback._close = remember  # type: ignore[method-assign]
     try:
         trainer.fit(module, Loader(), Loader() if fit.validate else None, ckpt_path=fit.ckpt_path)
-    except (RuntimeError, SystemExit) as error:
+    except (RuntimeError, SystemExit, KeyboardInterrupt) as error:
         ended = error.code if isinstance(error, SystemExit) else str(error)
         for one in handles:
             one._close()

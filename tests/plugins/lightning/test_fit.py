@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from scout_core.manager_api import RESTART_EXIT_CODE
+from scout_lightning.callback import _refusal
 from tests.distributed.pool import RankPool
 from tests.plugins.lightning.fits import Fit, run, run_all
 
@@ -103,3 +105,21 @@ def test_an_exception_in_user_code_takes_everything_off_and_the_next_fit_works(p
     for broken, whole in pool.run(run_all, [failing, after], timeout=120):
         assert broken["ended"] == "user code failed" and broken["hooks"] == 0 and not broken["wrapped"]
         assert whole["status"] == ("Agree", True, True) and whole["reports"] == []
+
+
+@pytest.mark.parametrize("how", ["interrupt", "sigterm"])
+def test_an_interrupt_or_sigterm_takes_the_hooks_off_and_leaves_lightning_its_answer(
+    pool: RankPool, tmp_path: Path, how: str
+) -> None:
+    checkpoint = {"every_n_train_steps": 1, "save_top_k": -1}
+    fits = [Fit(folder=tmp_path / name, raise_at=2, raises=how, scout=name == "with", checkpoint=checkpoint)
+            for name in ("with", "without")]  # fmt: skip
+    for with_it, without in pool.run(run_all, fits, timeout=120):
+        assert with_it["hooks"] == without["hooks"] and not with_it["wrapped"]
+        assert with_it["ended"] == without["ended"] and with_it["global_step"] == without["global_step"]
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
+def test_strategies_that_are_not_watched_say_so(name: str) -> None:
+    trainer = SimpleNamespace(strategy=type(name, (), {})())
+    assert _refusal(trainer) is not None and _refusal(SimpleNamespace(strategy=object())) is None

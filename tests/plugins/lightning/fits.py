@@ -75,6 +75,7 @@ class Fit:
     mode: str = "auto"
     raise_at: int | None = None
     raises: str = "error"
+    oob: bool = False
     validate: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     plugins: tuple[Any, ...] = ()
@@ -98,7 +99,15 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = Net()
         self.fit = fit
+        self.phases: set[tuple[str, str]] = set()
         self.automatic_optimization = not fit.mode.startswith("manual")
+
+    def see(self, where: str) -> None:
+        """The phase that the observers are told, once the first step is done."""
+        for one in self.trainer.callbacks:
+            scout = getattr(one, "scout", None)
+            if scout is not None and scout._oob._publisher is not None and scout.step_count:
+                self.phases.add((where, scout._oob._publisher.phase.name))
 
     def loss(self, batch: Any) -> torch.Tensor:
         (ids,) = batch
@@ -121,6 +130,12 @@ class Module(L.LightningModule):
                 self.manual_backward(self.loss(batch))
                 optimizer.step()
         return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.see("validation")
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.see("training")
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
@@ -210,7 +225,7 @@ def _run(fit: Fit) -> dict[str, Any]:
     else:
         module, strategy = Sharded(fit), ModelParallelStrategy(*LAYOUTS[fit.layout])
     ours = [
-        ScoutCallback(fit.every, fit.folder / "scout", {"oob": {"oob_enabled": False}}, on_fault=fit.on_fault)
+        ScoutCallback(fit.every, fit.folder / "scout", {"oob": {"oob_enabled": fit.oob}}, on_fault=fit.on_fault)
         for _ in range(fit.callbacks if fit.scout else 0)
     ]
     saver = (
@@ -248,6 +263,9 @@ def _run(fit: Fit) -> dict[str, Any]:
     def remember(self: ScoutCallback) -> None:
         if self.scout is not None:
             seen.update(reports=list(self.scout.reports), steps=self.scout.step_count, result=self.scout.last_result)
+            seen["attached"] = seen.get("attached", 0) + 1
+            publisher = self.scout._oob._publisher
+            seen["watched"] = sorted(publisher._names) if publisher is not None else []
             seen.update(checks=self._checks, metrics=dict(trainer.callback_metrics))
         original(self)
 
@@ -270,6 +288,9 @@ def _run(fit: Fit) -> dict[str, Any]:
         "ended": ended,
         "steps": seen.get("steps"),
         "checks": seen.get("checks"),
+        "attached": seen.get("attached"),
+        "watched": seen.get("watched"),
+        "phases": sorted(module.phases),
         "metrics": {k: float(v) for k, v in seen.get("metrics", {}).items() if k.startswith("scout/")},
         "reports": [(r.kind, r.ranks, r.step) for r in seen.get("reports", [])],
         "status": None if result is None else (result.status.value, result.complete, result.trustworthy),

@@ -58,7 +58,7 @@ def test_f18_neither_the_order_of_callbacks_nor_a_second_one_changes_what_is_cer
 ) -> None:
     fit = Fit(folder=tmp_path, checkpoint=ALL, scout_last=order == "after", callbacks=2 if order == "twice" else 1)
     for one in pool.run(run, fit, timeout=120):
-        assert (one["reports"], one["steps"], one["checks"]) == ([], 4, 4)
+        assert (one["reports"], one["steps"], one["checks"], one["attached"]) == ([], 4, 4, 1)
     assert states(tmp_path) == dict.fromkeys([1, 2, 3, 4], "RECOVERY_VERIFIED")
     for manifest in ManifestStore(tmp_path / "scout" / "manifests").all()[0]:
         assert verify(manifest) == []

@@ -123,3 +123,13 @@ def test_an_interrupt_or_sigterm_takes_the_hooks_off_and_leaves_lightning_its_an
 def test_strategies_that_are_not_watched_say_so(name: str) -> None:
     trainer = SimpleNamespace(strategy=type(name, (), {})())
     assert _refusal(trainer) is not None and _refusal(SimpleNamespace(strategy=object())) is None
+
+
+def test_observers_are_told_of_validation_checkpoints_and_loaders(pool: RankPool, tmp_path: Path) -> None:
+    fit = Fit(
+        folder=tmp_path, oob=True, validate=True, steps=3, checkpoint={"every_n_train_steps": 1, "save_top_k": -1}
+    )
+    for rank, one in enumerate(pool.run(run, fit, timeout=180)):
+        assert one["reports"] == [] and one["status"] == ("Agree", True, True)
+        assert one["phases"] == [("training", "TRAIN"), ("validation", "EVAL")], rank
+        assert {"train", "lightning"} <= set(one["watched"])

@@ -13,7 +13,8 @@ The calls come in this order; the table says who makes them and whether they may
 | 7 | `training_state()` | every rank, at a boundary that was accepted | none |
 | 8 | `load_training_state()` | every rank, at attach, before training | none |
 | 9 | `durable_callbacks()` | every rank, once at attach | none |
-| 10 | `close()` | every rank, whatever was raised before | none |
+| 10 | `first_step()` | every rank, once at attach | none |
+| 11 | `close()` | every rank, whatever was raised before | none |
 """
 
 from __future__ import annotations
@@ -179,6 +180,13 @@ class FrameworkAdapter(ABC):
     @abstractmethod
     def load_training_state(self, state: Any) -> None:
         """Put back what `training_state` gave, bit for bit. Called before the first step."""
+
+    def first_step(self) -> int:
+        """Optimizer steps before attach, where the framework loaded its own checkpoint: recipes go on rotating there.
+
+        Asked once, at attach. Equal on every rank.
+        """
+        return 0
 
     def durable_callbacks(self) -> DurableCallbacks | None:
         """The framework's own durable checkpoints, used when the caller gives none; None: there are none."""

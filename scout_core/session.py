@@ -141,7 +141,7 @@ class Scout:
         )
         try:  # what is loaded is checkpoint I/O too: its stalls are to be seen
             self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
-            self.step_count = self._trust.resume()
+            self.step_count = self._trust.resume() or adapter.first_step()
         except BaseException:
             self._oob.close()
             raise

@@ -1,0 +1,237 @@
+"""`ScoutCallback`: SCOUT in a Lightning Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import torch
+
+import scout_core
+from scout_core.config import ConfigError, ScoutConfig
+from scout_core.manager_api import RESTART_EXIT_CODE, SCOUTFaultReport
+from scout_core.trust.certify import JobVerdict, Vote, agree, outcome_of
+from scout_core.trust.channel import JobChannel
+from scout_core.trust.states import Outcome
+from scout_lightning.adapter import LightningAdapter
+from scout_lightning.certifier import Certifier
+from scout_lightning.configuration import due_between, scout_config
+from scout_lightning.frameworks import Callback
+from scout_lightning.randomness import own_state, restore
+
+logger = logging.getLogger("scout")
+OnFault = Union[Literal["report", "stop", "restart"], Callable[[list[SCOUTFaultReport]], None]]  # noqa: UP007
+_KEY = "scout"
+
+
+class ScoutCallback(Callback):
+    """Finds corrupt, slow and hanging ranks of a fit, and certifies the checkpoints that Lightning writes.
+
+    Args:
+        every_n_train_steps: Optimizer steps between checks. Default: that of `config`, else 50.
+        dirpath: Folder of the event log and of what is known of checkpoints; one folder is one lineage. Default:
+            `scout` under the trainer's `default_root_dir`.
+        config: A `ScoutConfig`, a dict, or the path of a YAML, TOML or JSON file.
+        on_fault: After corruption: `report` it only; `stop` the fit on all ranks; leave with exit code 75 to be
+            started again (`restart`); or a function that gets the reports, on every rank.
+        log_metrics: Log `scout/checks`, `scout/reports` and `scout/skipped_steps` after each check.
+        prog_bar: Show them on the progress bar too.
+        instrument_dataloaders: Watch `next()` of the training loaders, so that a stuck worker is named.
+
+    Raises `ConfigError` on construction for a configuration that cannot be used.
+    """
+
+    def __init__(
+        self,
+        every_n_train_steps: Optional[int] = None,  # noqa: UP045 - LightningCLI reads these on Python 3.10
+        dirpath: Optional[Union[str, Path]] = None,  # noqa: UP007, UP045
+        config: Optional[Union[ScoutConfig, dict[str, Any], str, Path]] = None,  # noqa: UP007, UP045
+        on_fault: OnFault = "report",
+        log_metrics: bool = True,
+        prog_bar: bool = False,
+        instrument_dataloaders: bool = True,
+    ) -> None:
+        super().__init__()
+        if isinstance(on_fault, str) and on_fault not in ("report", "stop", "restart"):
+            raise ConfigError(f"on_fault={on_fault!r}; give 'report', 'stop', 'restart' or a function")
+        self._config = scout_config(config, every_n_train_steps)
+        self._dirpath = None if dirpath is None else Path(dirpath)
+        self.on_fault = on_fault
+        self.log_metrics = log_metrics
+        self.prog_bar = prog_bar
+        self.instrument_dataloaders = instrument_dataloaders
+        self.scout: scout_core.Scout | None = None
+        self._certifier: Certifier | None = None
+        self._channel: JobChannel | None = None
+        self._phase = contextlib.ExitStack()
+        self._counter: Any = None
+        self._steps = self._seen = self._first_global = self._first = 0
+        self._run_id = ""
+        self._checks = 0
+        self._random: list[int] | None = None
+        self._watched: Any = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Every rank; one broadcast. Before anything is loaded."""
+        first = next(callback for callback in trainer.callbacks if isinstance(callback, ScoutCallback))
+        if first is not self:
+            logger.info("SCOUT: this trainer has another ScoutCallback, which does all of it")
+            return
+        self._close()
+        self._steps = self._seen = self._first = self._checks = 0
+        self._run_id = trainer.strategy.broadcast(uuid.uuid4().hex)
+        place = self._dirpath or Path(trainer.default_root_dir) / "scout"
+        self._place = Path(trainer.strategy.broadcast(str(place.absolute())))
+        self._certifier = Certifier(trainer, self._place, self._run_id)
+        self._certifier.step = lambda: self._steps
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Numbers, text and a tensor only, so that `weights_only` loading takes it. Every rank, as Lightning asks for.
+
+        One all-gather of every rank's random state, but not while an exception is on its way: other ranks may be gone.
+        """
+        if self._certifier is None:
+            return
+        checkpoint[_KEY] = kept = {"steps": self._steps, "run_id": self._run_id}
+        if self._channel is not None and not self._certifier.failing:
+            kept["random"] = torch.tensor(self._channel.gather(own_state()))
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        """The catalog goes on where the checkpoint left it."""
+        kept = checkpoint.get(_KEY)
+        if self._certifier is not None and isinstance(kept, Mapping):
+            self._steps = self._seen = self._first = int(kept["steps"])
+            self._run_id = str(kept["run_id"])
+            rows = kept.get("random")
+            if isinstance(rows, torch.Tensor) and len(rows) == trainer.world_size:
+                self._random = rows[trainer.global_rank].tolist()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Every rank; collectives as `scout_core.attach`. Weights are loaded, the model is wrapped."""
+        if self._certifier is None or self.scout is not None:
+            return
+        refusal = _refusal(trainer)
+        if refusal is not None:
+            logger.warning("SCOUT: %s; this job is not watched", refusal)
+            return
+        optimizer = trainer.optimizers[0]
+        if len(trainer.optimizers) > 1:
+            logger.warning("SCOUT: steps of the first optimizer are the boundaries; states of others are not compared")
+        settings = ScoutConfig.build(self._config, run_dir=self._config.run_dir or self._place)
+        adapter = LightningAdapter(trainer.strategy.model, optimizer, settings.replay, first_step=self._steps)
+        self._channel = JobChannel(settings.trust.agreement_timeout_s, "lightning")
+        self._counter = optimizer.register_step_post_hook(self._count)
+        self.scout = scout = scout_core.attach(trainer.strategy.model, optimizer, settings, adapter=adapter)
+        self._first_global = trainer.global_step
+        self._certifier.io = lambda: scout.checkpoint_io("write", name="lightning")
+        if self._random is not None:
+            restore(self._random)
+            self._random = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Local. The iterators of an epoch are there once its first batch is, which therefore is not watched itself."""
+        if self.scout is None or not self.instrument_dataloaders:
+            return
+        running = getattr(trainer.fit_loop._combined_loader, "_iterator", None)  # Lightning 2.0 to 2.6
+        if running is None or running is self._watched or not getattr(running, "iterators", None):
+            return
+        self._watched = running
+        running.iterators = [iter(self.scout.instrument_dataloader(one, name="train")) for one in running.iterators]
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Every rank; one all-gather of a row of numbers, after steps that check."""
+        scout, before = self.scout, self._seen
+        if scout is None or self._steps == before:
+            return
+        self._seen = self._steps
+        due = due_between(before, self._steps, self._config.replay)
+        if due is None:
+            return
+        verdict = self._vote(due)
+        assert self._certifier is not None
+        self._certifier.judged(verdict.outcome, due)
+        self._checks += 1
+        if self.log_metrics:
+            self._log(trainer, pl_module)
+        if verdict.outcome is Outcome.SDC:
+            self._answer(trainer)
+
+    def _vote(self, due: int) -> JobVerdict:
+        """What the check after step `due` came to over all ranks; a rank whose checks stopped has nothing to say."""
+        assert self.scout is not None and self._channel is not None
+        result = self.scout.last_result
+        own = result if result is not None and result.step == due and self.scout.active else None
+        vote = Vote(step=due, outcome=outcome_of(own), broken=own is None)
+        return agree([Vote.decode(row) for row in self._channel.gather(vote.encode())])
+
+    def _answer(self, trainer: Any) -> None:
+        """After corruption, on every rank alike. Raises `SystemExit` under `restart`."""
+        assert self._certifier is not None and self.scout is not None
+        if callable(self.on_fault):
+            self.on_fault(list(self.scout.reports))
+        elif self.on_fault == "stop":
+            trainer.should_stop = True
+        elif self.on_fault == "restart":
+            self._certifier.failing = True
+            self.scout.close()
+            raise SystemExit(RESTART_EXIT_CODE)
+
+    def _log(self, trainer: Any, pl_module: Any) -> None:
+        assert self.scout is not None
+        skipped = trainer.global_step - self._first_global - (self._steps - self._first)
+        values = {"scout/checks": float(self._checks), "scout/reports": float(len(self.scout.reports))}
+        if len(trainer.optimizers) == 1:
+            values["scout/skipped_steps"] = float(skipped)
+        pl_module.log_dict(values, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation has a patience of its own."""
+        if self.scout is not None:
+            self._phase.enter_context(self.scout.phase("eval"))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._phase.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Local: other ranks may be anywhere. What is saved from now on is not certified."""
+        if self._certifier is not None:
+            self._certifier.failing = True
+        self._end_watch()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Local. Not called after an exception, after which the next `setup` takes the rest off."""
+        self._close()
+
+    def _end_watch(self) -> None:
+        self._phase.close()
+        if self._counter is not None:
+            self._counter.remove()
+            self._counter = None
+        if self.scout is not None:
+            self.scout.close()
+
+    def _close(self) -> None:
+        self._end_watch()
+        if self._certifier is not None:
+            self._certifier.close()
+            self._certifier = None
+        self.scout, self._channel, self._watched, self._random = None, None, None, None
+
+
+def _refusal(trainer: Any) -> str | None:
+    """Why this trainer's strategy cannot be watched, with what to do instead."""
+    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    if "FSDPStrategy" in names:
+        return "FSDP1 flattens parameters, which peers cannot compare; use ModelParallelStrategy with fully_shard"
+    if "DeepSpeedStrategy" in names:
+        return "the deepspeed strategy is not covered by this plugin"
+    return None

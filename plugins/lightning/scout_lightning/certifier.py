@@ -1,0 +1,136 @@
+"""Lightning's own checkpoints, certified: what the strategy saves, deletes and loads passes here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from scout_core.trust.states import Outcome, TrustState
+from scout_lightning.ledger import Entry, Ledger, latest_verified
+
+logger = logging.getLogger("scout")
+SENTINEL = "scout-verified"
+
+
+def state_at_save(*, outcome: Outcome | None, checked_now: bool, failing: bool) -> tuple[TrustState, str]:
+    """The state of a checkpoint that is saved now, and why. Pure.
+
+    `outcome`: what the job's newest check came to, None before the first; `checked_now`: it was of this very state;
+    `failing`: an exception is on its way through the job.
+    """
+    if outcome is Outcome.SDC:
+        return TrustState.QUARANTINED, "corruption was found, and no later check was clean"
+    if failing:
+        return TrustState.CANDIDATE, "saved while the job was failing; not certified"
+    if checked_now and outcome is not None and outcome.accepts:
+        return TrustState.RECOVERY_VERIFIED, ""
+    return TrustState.CANDIDATE, ""
+
+
+class Certifier:
+    """Stands on `strategy.save_checkpoint`, `strategy.remove_checkpoint` and the connector's `resume_start`.
+
+    On every rank; only rank 0 reads and writes manifests. Uses no collective but one broadcast of the path to load.
+    """
+
+    def __init__(self, trainer: Any, dirpath: Path, run_id: str) -> None:
+        self.outcome: Outcome | None = None
+        self.checked_step = -1
+        self.failing = False
+        self.step: Callable[[], int] = lambda: 0
+        self.io: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._trainer = trainer
+        self._dirpath = dirpath
+        strategy, connector = trainer.strategy, trainer._checkpoint_connector
+        self._strategy, self._connector = strategy, connector
+        topology = f"{type(strategy).__name__}-{trainer.world_size}"
+        self._ledger = Ledger(dirpath, run_id=run_id, topology=topology) if trainer.is_global_zero else None
+        self._waiting: list[Entry] = []
+        self._save, self._remove, self._resume = (
+            strategy.save_checkpoint,
+            strategy.remove_checkpoint,
+            connector.resume_start,
+        )
+        strategy.save_checkpoint = self._saving
+        strategy.remove_checkpoint = self._removing
+        connector.resume_start = self._resuming
+
+    def close(self) -> None:
+        """Take everything off the strategy and the connector. Local."""
+        for owner, names in (
+            (self._strategy, ("save_checkpoint", "remove_checkpoint")),
+            (self._connector, ("resume_start",)),
+        ):
+            for name in names:
+                vars(owner).pop(name, None)
+
+    def judged(self, outcome: Outcome, step: int) -> None:
+        """The job's verdict on the state after optimizer step `step`; equal on every rank, local."""
+        self.outcome, self.checked_step = outcome, step
+        if outcome is Outcome.INCONCLUSIVE:
+            return
+        state = TrustState.RECOVERY_VERIFIED if outcome.accepts else TrustState.QUARANTINED
+        reason = "" if outcome.accepts else "corruption was found before this checkpoint was proven"
+        waiting, self._waiting = self._waiting, []
+        if self._ledger is None:
+            return
+        for entry in waiting:
+            self._ledger.settle(entry, state, reason)
+        self._delete_superseded()
+
+    def _saving(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        path = Path(str(filepath)).absolute()
+        state, reason = state_at_save(
+            outcome=self.outcome, checked_now=self.checked_step == self.step(), failing=self.failing
+        )
+        if self._ledger is not None:
+            self._ledger.set_aside(path)
+            for old in self._waiting:
+                old.gone = old.gone or old.path == path
+        with self.io():
+            self._save(checkpoint, filepath, storage_options=storage_options)
+        if self._ledger is None:
+            return
+        entry = Entry(path=path, step=int(checkpoint["global_step"]), state=state, reason=reason)
+        if state is TrustState.CANDIDATE and not self.failing:
+            self._waiting.append(entry)
+        ledger = self._ledger
+        # the executor of AsyncCheckpointIO has one worker, so this comes after the write (Lightning 2.5 to 2.6)
+        executor = getattr(self._strategy.checkpoint_io, "_executor", None)
+        if executor is not None:
+            executor.submit(ledger.complete, entry)
+        else:
+            ledger.complete(entry)
+        self._delete_superseded()
+
+    def _removing(self, filepath: Any) -> None:
+        ledger = self._ledger
+        if ledger is None:
+            self._remove(filepath)
+            return
+        path = Path(str(filepath)).absolute()
+        if ledger.is_last_resort(path):
+            ledger.keep(path)
+            return
+        for entry in self._waiting:
+            entry.gone = entry.gone or entry.path == path
+        self._remove(filepath)
+        ledger.forget(path)
+
+    def _delete_superseded(self) -> None:
+        assert self._ledger is not None
+        for path in self._ledger.superseded():
+            self._remove(str(path))
+            self._ledger.forget(path)
+
+    def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Every rank calls; one broadcast for `scout-verified`, of what rank 0 found."""
+        if str(checkpoint_path) == SENTINEL:
+            found = latest_verified(self._dirpath) if self._ledger is not None else None
+            checkpoint_path = self._strategy.broadcast(found)
+            logger.info("SCOUT: %s is %s", SENTINEL, checkpoint_path or "nothing: training starts from scratch")
+        return self._resume(checkpoint_path, *args, **kwargs)

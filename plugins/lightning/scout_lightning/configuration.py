@@ -1,0 +1,47 @@
+"""The callback's configuration, from every form it may have, and which steps it makes due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
+
+_CLASSES = ("embedding", "hidden", "output", "optimizer")
+
+
+def scout_config(
+    config: ScoutConfig | Mapping[str, Any] | str | Path | None, every_n_train_steps: int | None
+) -> ScoutConfig:
+    """A `ScoutConfig`; `every_n_train_steps` overrides its `check_interval`. Raises `ConfigError`.
+
+    GEMINI keeps what the core's adapter sees, without the position of Lightning's loops, so it is refused.
+    """
+    if isinstance(config, (str, Path)) and Path(config).suffix in (".yaml", ".yml"):
+        config = _read_yaml(Path(config))
+    overrides = {} if every_n_train_steps is None else {"check_interval": every_n_train_steps}
+    built = ScoutConfig.build(config, **overrides)
+    if built.trust.gemini:
+        raise ConfigError("gemini=True does not keep the position of Lightning's loops; use its checkpoints, certified")
+    return built
+
+
+def due_between(before: int, now: int, config: ReplayHarnessConfig) -> int | None:
+    """The newest of steps `before + 1 .. now` after which a check is due; None: there is none. Pure."""
+    intervals = [interval for name in _CLASSES if (interval := config.interval(name))]
+    return max((now // i * i for i in intervals if now // i * i > before), default=None)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError(f"{path}: reading YAML needs PyYAML; install it, or give a .toml or .json file") from None
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold one table of keys, not a {type(values).__name__}")
+    return values

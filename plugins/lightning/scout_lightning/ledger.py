@@ -1,0 +1,161 @@
+"""What is known of the checkpoints that Lightning wrote: sealed manifests in one folder, and which may be trusted."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scout_core.trust.files import UntrustedFile, bytes_digest
+from scout_core.trust.manifest import Manifest, ManifestStore, describe, verify
+from scout_core.trust.states import TrustState
+
+logger = logging.getLogger("scout")
+_FOLDER = "manifests"
+
+
+def latest_verified(dirpath: str | Path) -> str | None:
+    """Path of the newest checkpoint recorded under `dirpath` that is RECOVERY_VERIFIED and whole; None: there is none.
+
+    `dirpath` is that of the callback. Every file is read and its digest compared; what fails is skipped with a warning
+    that says why. Local to the caller, no collectives: under a strategy of several ranks let one rank ask.
+    """
+    found, refused = ManifestStore(Path(dirpath) / _FOLDER).all()
+    for error in refused:
+        logger.warning("SCOUT: skipped: %s", error)
+    for manifest in found:
+        if manifest.state != TrustState.RECOVERY_VERIFIED.value:
+            continue
+        problems = verify(manifest)
+        if not problems:
+            return str(_place(manifest))
+        logger.warning("SCOUT: checkpoint of step %d is skipped: %s", manifest.step, "; ".join(problems))
+    return None
+
+
+def _place(manifest: Manifest) -> Path:
+    """The checkpoint itself: the file or the folder that all recorded files are in."""
+    return Path(manifest.folder) / Path(manifest.files[0].path).parts[0]
+
+
+def identity(path: Path) -> str:
+    """The manifest id of a path: readable, and different for equal names in different folders. Pure."""
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", path.name)[:80]
+    return f"{readable}-{bytes_digest(str(path).encode())[:12]}"
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One checkpoint of this process. `state` may change while its file is still being written."""
+
+    path: Path
+    step: int
+    state: TrustState
+    reason: str = ""
+    recorded: bool = False
+    gone: bool = False
+
+
+class Ledger:
+    """Of the rank that writes manifests, rank 0; local to it. Safe to call from the thread of an asynchronous writer.
+
+    A manifest appears only once the checkpoint's bytes are complete.
+    """
+
+    def __init__(self, dirpath: Path, *, run_id: str, topology: str) -> None:
+        self.store = ManifestStore(dirpath / _FOLDER)
+        self._run_id = run_id
+        self._topology = topology
+        self._lock = threading.RLock()
+        self._replaced: list[Path] = []
+
+    def complete(self, entry: Entry) -> None:
+        """The bytes of this checkpoint are all on disk: write its manifest. A file that is not there has none."""
+        with self._lock:
+            if entry.gone:
+                return
+            files = sorted(p for p in entry.path.rglob("*") if p.is_file()) if entry.path.is_dir() else [entry.path]
+            try:
+                listed = describe(0, entry.path.parent, files)
+            except UntrustedFile as error:
+                logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, error)
+                return
+            manifest = Manifest(
+                checkpoint_id=identity(entry.path),
+                run_id=self._run_id,
+                attempt=0,
+                step=entry.step,
+                world_size=1,  # one rank records every file, whichever ranks wrote them
+                topology_digest=self._topology,
+                environment={"torch": torch.__version__, "python": platform.python_version()},
+                folder=str(entry.path.parent),
+                state=entry.state.value,  # type: ignore[arg-type]
+                reason=entry.reason,
+                files=tuple(listed),
+            )
+            self.store.write(manifest)
+            entry.recorded = True
+
+    def settle(self, entry: Entry, state: TrustState, reason: str) -> None:
+        """A later check proved the checkpoint good, or bad. What changed on disk since is not trusted."""
+        with self._lock:
+            entry.state, entry.reason = state, reason
+            if not entry.recorded or entry.gone:
+                return
+            name = identity(entry.path)
+            try:
+                problems = verify(self.store.read(name)) if state is TrustState.RECOVERY_VERIFIED else []
+                if problems:
+                    logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, "; ".join(problems))
+                    return
+                self.store.update(name, state=state.value, reason=reason)
+            except UntrustedFile as error:
+                logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, error)
+
+    def is_last_resort(self, path: Path) -> bool:
+        """Whether this is the newest verified checkpoint, without which nothing could be trusted."""
+        with self._lock:
+            verified = [m for m in self.store.all()[0] if m.state == TrustState.RECOVERY_VERIFIED.value]
+            return bool(verified) and _place(verified[0]) == path
+
+    def set_aside(self, path: Path) -> None:
+        """Before `path` is written anew: what is known of it ends; the newest verified is moved aside, not lost."""
+        with self._lock:
+            name = identity(path)
+            if not self.store.path(name).exists():
+                return
+            if not self.is_last_resort(path):
+                self.forget(path)
+                return
+            old = self.store.read(name)
+            kept = path.with_name(f"{path.stem}-verified-step{old.step}{path.suffix}")
+            path.replace(kept)
+            moved = [
+                f.model_copy(update={"path": str(Path(kept.name, *Path(f.path).parts[1:]))}) for f in old.files
+            ]  # fmt: skip
+            self.store.write(old.model_copy(update={"checkpoint_id": identity(kept), "files": tuple(moved)}))
+            self.forget(path)
+            self._replaced.append(kept)
+
+    def superseded(self) -> list[Path]:
+        """Checkpoints kept only as the newest verified, which are it no more: to be deleted. Each is given once."""
+        with self._lock:
+            done = [path for path in self._replaced if not self.is_last_resort(path)]
+            self._replaced = [path for path in self._replaced if path not in done]
+            return done
+
+    def keep(self, path: Path) -> None:
+        """The job asked to delete this one, which is the newest verified: later."""
+        with self._lock:
+            if path not in self._replaced:
+                self._replaced.append(path)
+
+    def forget(self, path: Path) -> None:
+        """The checkpoint is deleted or written anew."""
+        with self._lock:
+            self.store.path(identity(path)).unlink(missing_ok=True)

@@ -1,0 +1,47 @@
+"""Random state of every rank inside a checkpoint that one rank writes; Lightning's own checkpoints leave it out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_PYTHON = 625  # words of the Mersenne twister, position included
+_NUMPY = 625
+
+
+def own_state() -> list[int]:
+    """This rank's generators (torch CPU, current CUDA device, `random`, numpy) as integers. Local.
+
+    A half-drawn Gaussian that `random` or numpy keep back is not part of it.
+    """
+    kind, keys, position, *_ = np.random.get_state()
+    if kind != "MT19937":
+        raise ValueError(f"numpy's generator is a {kind}, whose state is not known here")
+    row = [*random.getstate()[1], *(int(word) for word in keys), int(position)]
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    parts = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else torch.empty(0, dtype=torch.uint8)]
+    for part in parts:
+        padded = torch.cat([part, torch.zeros(-part.numel() % 8, dtype=torch.uint8)])
+        row += [part.numel(), *padded.view(torch.int64).tolist()]
+    return row
+
+
+def restore(row: Sequence[int]) -> None:
+    """Put back what `own_state` gave. Local."""
+    words = list(row)
+    random.setstate((3, tuple(words[:_PYTHON]), None))
+    keys, position = words[_PYTHON : _PYTHON + _NUMPY - 1], words[_PYTHON + _NUMPY - 1]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    rest = words[_PYTHON + _NUMPY :]
+    states = []
+    for _ in range(2):
+        length, rest = rest[0], rest[1:]
+        count = -(-length // 8)
+        states.append(torch.tensor(rest[:count], dtype=torch.int64).view(torch.uint8)[:length])
+        rest = rest[count:]
+    torch.set_rng_state(states[0])
+    if states[1].numel() and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])

@@ -1,0 +1,306 @@
+"""Fits that tests run on ranks of a pool: real Lightning trainers over the pool's process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from scout_core.faults import corrupt_weight
+from scout_core.replay.local_tensors import local_part
+from scout_lightning import ScoutCallback
+
+WORDS, WIDTH, LENGTH = 16, 8, 4
+
+
+class PoolEnvironment(LightningEnvironment):
+    """The pool has started the ranks and their process group."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        return None
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        return None
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One fit. `fault_at`: on rank `fault_rank` a weight flips a bit after this many optimizer steps."""
+
+    folder: Path
+    steps: int = 4
+    scout: bool = True
+    every: int = 1
+    callbacks: int = 1
+    scout_last: bool = False
+    checkpoint: dict[str, Any] | None = None
+    fault_at: int | None = None
+    fault_rank: int = 2
+    on_fault: str = "report"
+    ckpt_path: str | None = None
+    accumulate: int = 1
+    clip: float | None = None
+    mode: str = "auto"
+    raise_at: int | None = None
+    raises: str = "error"
+    oob: bool = False
+    validate: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+    plugins: tuple[Any, ...] = ()
+    layout: str = "ddp"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(self.embed(ids)))
+        return logits
+
+
+class Module(L.LightningModule):
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.net = Net()
+        self.fit = fit
+        self.phases: set[tuple[str, str]] = set()
+        self.automatic_optimization = not fit.mode.startswith("manual")
+
+    def see(self, where: str) -> None:
+        """The phase that the observers are told, once the first step is done."""
+        for one in self.trainer.callbacks:
+            scout = getattr(one, "scout", None)
+            if scout is not None and scout._oob._publisher is not None and scout.step_count:
+                self.phases.add((where, scout._oob._publisher.phase.name))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        (ids,) = batch
+        return nn.functional.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        if self.fit.raise_at == index:
+            if self.fit.raises == "interrupt":
+                raise KeyboardInterrupt
+            if self.fit.raises == "error":
+                raise RuntimeError("user code failed")
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = self.loss(batch)
+        if self.fit.mode.startswith("fp16") and index < 2:
+            loss = loss * float("inf")
+        if not self.automatic_optimization:
+            optimizers = self.optimizers()
+            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.see("validation")
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.see("training")
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.fit.mode == "manual2":
+            return [torch.optim.SGD(self.net.blocks.parameters(), 0.1), torch.optim.AdamW(self.net.head.parameters())]
+        if self.fit.mode == "lbfgs":
+            return torch.optim.LBFGS(self.parameters(), max_iter=2)
+        return torch.optim.AdamW(self.parameters(), 1e-2, fused=self.fit.mode == "fp16_fused")
+
+
+class Sharded(Module):
+    """Under `ModelParallelStrategy`: `tp` and `fsdp` on the strategy's mesh, `hsdp` on one of the job's own."""
+
+    def configure_model(self) -> None:
+        blocks = [block[0] for block in self.net.blocks]
+        if self.fit.layout == "hsdp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for part in (*blocks, self.net):
+                fully_shard(part, mesh=mesh)
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            for block in self.net.blocks:
+                parallelize_module(block, tensor, {"0": ColwiseParallel(output_layouts=Replicate())})
+        if data.size() > 1:
+            for part in (*blocks, self.net):
+                fully_shard(part, mesh=data)
+
+
+LAYOUTS = {"hsdp": (4, 1), "fsdp": (4, 1), "tp": (1, 4), "fsdp_tp": (2, 2)}
+
+
+class Corrupt(L.Callback):
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if trainer.global_step == self.fit.fault_at and trainer.global_rank == self.fit.fault_rank:
+            corrupt_weight(pl_module.net.blocks[1][0].weight, element=3, bit=20)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        yield
+
+
+class Loader:
+    """This rank's batches, and its position: Lightning keeps that of a loader which has one."""
+
+    def __init__(self) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        ids = torch.randint(0, WORDS, (256, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        self.batches = [(part,) for part in ids[rank::world].split(2)]
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def run(fit: Fit) -> dict[str, Any]:
+    """The fit, and how it ended on this rank."""
+    with quiet():
+        return _run(fit)
+
+
+def _run(fit: Fit) -> dict[str, Any]:
+    L.seed_everything(0, verbose=False)
+    if fit.layout == "ddp":
+        module, strategy = Module(fit), DDPStrategy(find_unused_parameters=True)
+    else:
+        module, strategy = Sharded(fit), ModelParallelStrategy(*LAYOUTS[fit.layout])
+    ours = [
+        ScoutCallback(fit.every, fit.folder / "scout", {"oob": {"oob_enabled": fit.oob}}, on_fault=fit.on_fault)
+        for _ in range(fit.callbacks if fit.scout else 0)
+    ]
+    saver = (
+        [] if fit.checkpoint is None else [ModelCheckpoint(fit.folder / "ckpt", filename="{step}", **fit.checkpoint)]
+    )
+    order = [*saver, *ours] if fit.scout_last else [*ours, *saver]
+    if fit.mode.startswith("fp16"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        plugins: list[Any] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    else:
+        plugins = []
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        plugins=[PoolEnvironment(), *plugins, *fit.plugins],
+        max_steps=fit.steps,
+        max_epochs=-1,
+        accumulate_grad_batches=fit.accumulate,
+        gradient_clip_val=fit.clip,
+        callbacks=[Corrupt(fit), *order],
+        logger=False,
+        default_root_dir=str(fit.folder),
+        enable_checkpointing=fit.checkpoint is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"limit_val_batches": 1, "val_check_interval": 1} if fit.validate else {}),
+        **fit.trainer,
+    )
+    ended: str | int | None = None
+    handles = ours[:1]
+    seen: dict[str, Any] = {}
+    original = ScoutCallback._close
+
+    def remember(self: ScoutCallback) -> None:
+        if self.scout is not None:
+            seen.update(reports=list(self.scout.reports), steps=self.scout.step_count, result=self.scout.last_result)
+            seen["attached"] = seen.get("attached", 0) + 1
+            publisher = self.scout._oob._publisher
+            seen["watched"] = sorted(publisher._names) if publisher is not None else []
+            seen.update(checks=self._checks, metrics=dict(trainer.callback_metrics))
+        original(self)
+
+    ScoutCallback._close = remember  # type: ignore[method-assign]
+    try:
+        trainer.fit(module, Loader(), Loader() if fit.validate else None, ckpt_path=fit.ckpt_path)
+    except (RuntimeError, SystemExit, KeyboardInterrupt) as error:
+        ended = error.code if isinstance(error, SystemExit) else str(error)
+        for one in handles:
+            one._close()
+    finally:
+        ScoutCallback._close = original  # type: ignore[method-assign]
+    states = [s for o in trainer.optimizers for s in o.state_dict()["state"].values()] if ended is None else []
+    result = seen.get("result")
+    return {
+        "parameters": [local_part(p).detach().clone() for p in module.parameters()],
+        "optimizer": [local_part(v).clone() for s in states for v in s.values() if isinstance(v, torch.Tensor)],
+        "rng": torch.get_rng_state(),
+        "global_step": trainer.global_step,
+        "ended": ended,
+        "steps": seen.get("steps"),
+        "checks": seen.get("checks"),
+        "attached": seen.get("attached"),
+        "watched": seen.get("watched"),
+        "phases": sorted(module.phases),
+        "metrics": {k: float(v) for k, v in seen.get("metrics", {}).items() if k.startswith("scout/")},
+        "reports": [(r.kind, r.ranks, r.step) for r in seen.get("reports", [])],
+        "status": None if result is None else (result.status.value, result.complete, result.trustworthy),
+        "reasons": [] if result is None else [r.message for r in result.inconclusive_reasons],
+        "wrapped": any(name in vars(trainer.strategy) for name in ("save_checkpoint", "remove_checkpoint")),
+        "hooks": sum(len(o._optimizer_step_post_hooks) for o in trainer.optimizers),
+        "pid": os.getpid(),
+    }
+
+
+def run_all(fits: list[Fit]) -> list[dict[str, Any]]:
+    """Several fits after one another, in the same processes."""
+    return [run(fit) for fit in fits]

@@ -88,6 +88,10 @@ class ReplayHarnessConfig(_Strict):
         default=0.03, gt=0, description="least change of a rank's own time per step that counts, as a share"
     )
     live_absolute_ms: float = Field(default=0.5, ge=0, description="and the least in ms")
+    resources: dict[int, dict[str, str]] = Field(
+        default_factory=dict,
+        description="what each rank hangs on, by kind (nic, hca, link, switch), to name what slow groups share",
+    )
 
     @field_validator("straggler_persistence")
     @classmethod

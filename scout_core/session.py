@@ -37,7 +37,8 @@ from scout_core.report.incidents import IncidentBook
 from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.trust_reports import checkpoint_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
-from scout_core.timing.live import LivePace, step_clock
+from scout_core.timing.live import LiveSteps, step_clock
+from scout_core.timing.live_groups import LiveGroups
 from scout_core.timing.step_clock import NO_CLOCK, StepClock
 from scout_core.trust.decision import FailureKind, RecoveryDecision
 from scout_core.trust.durable import DurableCheckpointConfig
@@ -150,7 +151,8 @@ class Scout:
         self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._runner.collective_digest = lambda: self._oob.digest
         if isinstance(self._clock, StepClock):
-            self._runner.pace = LivePace(self._clock, self._replay)
+            groups = LiveGroups(self._peers, partners, table, self._replay, self._places[0])
+            self._runner.live = LiveSteps(self._clock, self._replay, groups)
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
 

@@ -14,6 +14,7 @@ from scout_core.faults.compute import (
 )
 from scout_core.faults.fault import Fault
 from scout_core.faults.install import install
+from scout_core.faults.links import slow_collectives
 from scout_core.faults.spec import FaultSpec
 from scout_core.faults.state import corrupt_optimizer_state, corrupt_rows, corrupt_weight
 from scout_core.faults.update import corrupt_optimizer_update
@@ -31,5 +32,6 @@ __all__ = [
     "flip_bit",
     "install",
     "nondeterministic_kernel",
+    "slow_collectives",
     "slow_module",
 ]

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scout_core.oob.fingerprints import Described, describe, tensor_text
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.writer import Publisher
-from scout_core.timing.step_clock import NO_CLOCK, Clock
+from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 _DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
@@ -177,7 +177,7 @@ class CollectiveWatch:
         self._depth = 0
         self._thread = threading.get_ident()
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._works: OrderedDict[int, tuple[int, int] | Awaited] = OrderedDict()
+        self._works: OrderedDict[int, tuple[tuple[int, int] | Awaited, GroupCall | None]] = OrderedDict()
         self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
         for name, (metadata, place) in _FUNCTIONS.items():
             self._replace_function(name, metadata, place)
@@ -229,7 +229,7 @@ class CollectiveWatch:
             slot, sequence = publisher.begin_call(members, what)
             self._depth += 1
             since = self._clock.mark()
-            state = CallState.RAISED
+            state, result = CallState.RAISED, None
             try:
                 result = original(*args, **kwargs)
                 state = CallState.RETURNED
@@ -238,10 +238,12 @@ class CollectiveWatch:
                 raise
             finally:
                 self._depth -= 1
-                self._clock.waited(since)
+                later = isinstance(result, c10d.Work)
+                call = self._timed_call(name, members, what, args, kwargs, later)
+                self._clock.waited(since, None if later else call)
                 publisher.end_call(slot, sequence, state)
-            if isinstance(result, c10d.Work):
-                self._keep(result, (slot, sequence))
+            if later:
+                self._keep(result, (slot, sequence), call)
             return result
 
         return watched
@@ -280,7 +282,7 @@ class CollectiveWatch:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(work, *args, **kwargs)
-            known = self._works.pop(id(work), None)
+            known, call = self._works.pop(id(work), (None, None))
             if self._depth:
                 return original(work, *args, **kwargs)
             if known is None:  # a group that is not watched
@@ -296,10 +298,17 @@ class CollectiveWatch:
                 publisher.farewell(Farewell.COLLECTIVE_FAILED, f"waiting for {known[0]}, {known[1]}: {error}")
                 raise
             finally:
-                self._clock.waited(since)
+                self._clock.waited(since, call)
                 publisher.leave()
 
         return wait
+
+    def _timed_call(
+        self, name: str, ranks: tuple[int, ...], what: Described, args: Any, kwargs: Any, overlapped: bool
+    ) -> GroupCall | None:
+        if self._clock is NO_CLOCK:
+            return None
+        return GroupCall(ranks, what.fingerprint, name, _bytes((*args, *kwargs.values())), overlapped)
 
     def _timed(self, original: Any, work: Any, args: Any, kwargs: Any) -> Any:
         since = self._clock.mark()
@@ -308,8 +317,8 @@ class CollectiveWatch:
         finally:
             self._clock.waited(since)
 
-    def _keep(self, work: Any, what: tuple[int, int] | Awaited) -> None:
-        self._works[id(work)] = what
+    def _keep(self, work: Any, what: tuple[int, int] | Awaited, call: GroupCall | None = None) -> None:
+        self._works[id(work)] = what, call
         if len(self._works) > _KEPT_WORKS:
             self._works.popitem(last=False)
 
@@ -360,6 +369,15 @@ def _batch(args: Any, kwargs: Any) -> list[tuple[tuple[int, bool], ...]]:
     """The same for each operation of a batch."""
     operations = _argument(args, kwargs, 0, "p2p_op_list") or ()
     return [((int(op.peer), getattr(op.op, "__name__", "").endswith("recv")),) for op in operations]
+
+
+def _bytes(values: Sequence[Any]) -> int:
+    """What the tensors among a call's arguments hold."""
+    return sum(
+        value.numel() * value.element_size() if isinstance(value, torch.Tensor) else _bytes(value)
+        for value in values
+        if isinstance(value, (torch.Tensor, list))
+    )
 
 
 def _described(name: str, metadata: Metadata, args: Sequence[Any], kwargs: dict[str, Any]) -> Described:

@@ -12,7 +12,6 @@ from torch import nn
 
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ReplayHarnessConfig
-from scout_core.consensus.c3 import C3Status
 from scout_core.consensus.readiness import (
     ROW_WORDS as CONTRACT_WORDS,
 )
@@ -27,6 +26,7 @@ from scout_core.consensus.readiness import (
 )
 from scout_core.consensus.structure import structure_signature
 from scout_core.peers import PeerGroup
+from scout_core.replay.assemble import Executions, Found, assemble
 from scout_core.replay.cohorts import VIEW_WORDS, ColumnView, Joined, join, wants_closer_look
 from scout_core.replay.detail import look_closer
 from scout_core.replay.evidence import ROW_WORDS, SHARED_STATE, EvidenceBatch, Observation, fold, surfaces_of
@@ -40,20 +40,8 @@ from scout_core.replay.tie_break import break_ties
 from scout_core.replay.transport import Parcel, agree_on_shapes, carry, carry_slice
 from scout_core.replay.verdict import RecipeVerdict, judge_recipe
 from scout_core.replay.workbench import Material, Workbench
-from scout_core.timing.live import LivePace, LiveVerdict
+from scout_core.timing.live import LiveSteps, LiveVerdict
 from scout_core.timing.stragglers import StragglerJudge, StragglerThresholds, StragglerVerdict
-
-Executions = dict[str, list[list[Observation]]]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the rounds of one check brought."""
-
-    executions: Executions = field(default_factory=dict)
-    joined: dict[str, Joined] = field(default_factory=dict)
-    stragglers: dict[str, StragglerVerdict] = field(default_factory=dict)
-    collective_timings: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(kw_only=True)
@@ -97,8 +85,9 @@ class CheckRunner:
         self._known: dict[str, Qualification] = {}
         self._lenient: set[str] = set()
         self.collective_digest: Callable[[], int] = lambda: 0
-        self.pace: LivePace | None = None
-        self._live: LiveVerdict | None = None
+        self.live: LiveSteps | None = None
+        self._pace: LiveVerdict | None = None
+        self._across: Mapping[str, Any] | None = None
         self._judge = StragglerJudge(StragglerThresholds.of(config))
 
     def source(self, plan: Plan) -> int:
@@ -130,25 +119,46 @@ class CheckRunner:
         reasons = list(readiness.reasons)
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in readiness.runnable]
         if not recipes:
-            return self._result(plan, started, recipes, _Found(), {}, reasons)
+            return self._result(plan, started, recipes, Found(), reasons)
         resize = any(reason.field == "shape" and reason.recipe in readiness.runnable for reason in reasons)
         bench = self._workbench(plan, prepared, recipes, readiness.seeds[self.source(plan)], resize)
         found = self._rounds(bench, recipes, self.source(plan))
-        details = self._details(bench, recipes, found.joined)
-        return self._result(plan, started, recipes, found, details, reasons)
+        found = replace(found, details=self._details(bench, recipes, found.joined))
+        return self._result(plan, started, recipes, found, reasons)
+
+    def _result(
+        self, plan: Plan, started: float, recipes: Sequence[Recipe], found: Found, reasons: list[Reason]
+    ) -> ReplayResult:
+        nondeterministic = {key for key, known in self._known.items() if known.nondeterministic}
+        result = assemble(plan, self._peers.ranks, self.source(plan), recipes, found, reasons, nondeterministic)
+        return replace(
+            result,
+            collective_timings=(*result.collective_timings, *(self.live.groups.own if self.live is not None else ())),
+            cross_pg_result=self._across,
+            live=self._pace,
+            elapsed_ms=(time.perf_counter() - started) * 1e3,
+        )
 
     def _agree(self, contract: RankContract) -> ReadinessVerdict:
         """What may run: one all-gather among the peers, which carries the live steps' times along; with lockstep
-        partners, one among them."""
-        pace = self.pace.words(contract.step) if self.pace is not None else []
-        rows = self._peers.gather(torch.tensor(encode(contract) + pace, dtype=torch.int64)).tolist()
+        partners, one among them, and one more when a partner asks for what others' peers said of their groups."""
+        live = self.live
+        words = live.words(contract.step) if live is not None else []
+        rows = self._peers.gather(torch.tensor(encode(contract) + words, dtype=torch.int64)).tolist()
         readiness = judge_readiness([row[:CONTRACT_WORDS] for row in rows], self._peers.ranks)
-        self._live = None
-        if self.pace is not None and not any(reason.recipe == "check" for reason in readiness.reasons):
-            self._live = self.pace.judge(contract.step, [row[CONTRACT_WORDS:] for row in rows])
+        self._pace = self._across = None
+        wants = False
+        if live is not None and not any(reason.recipe == "check" for reason in readiness.reasons):
+            self._pace = live.judge(contract.step, [row[CONTRACT_WORDS:] for row in rows])
+            wants = live.groups.wants
         if self._partners.size > 1:
-            said = self._partners.gather(torch.tensor(encode_ready(contract, readiness), dtype=torch.int64)).tolist()
-            readiness = join_readiness(readiness, said, self._partners.ranks)
+            own = torch.tensor([*encode_ready(contract, readiness), int(wants)], dtype=torch.int64)
+            said = self._partners.gather(own).tolist()
+            readiness = join_readiness(readiness, [row[:-1] for row in said], self._partners.ranks)
+            if live is not None and any(row[-1] for row in said):
+                live.groups.exchange()
+        if live is not None:
+            self._across = live.groups.judge()
         return readiness
 
     def _workbench(
@@ -186,7 +196,7 @@ class CheckRunner:
             owned=self._owned,
         )
 
-    def _rounds(self, bench: Workbench, recipes: Sequence[Recipe], source: int) -> _Found:
+    def _rounds(self, bench: Workbench, recipes: Sequence[Recipe], source: int) -> Found:
         """Execute and gather until every recipe has its verdict: one round, unless something is disputed or slow."""
         executions: Executions = {recipe.recipe_id: [] for recipe in recipes}
         todo = {recipe: 1 if self._settled(recipe) else 2 for recipe in recipes}
@@ -200,7 +210,7 @@ class CheckRunner:
         for recipe in recipes:
             self._learn(recipe, joined[recipe.recipe_id].verdict)
         timings = bench.collective_timings()
-        return _Found(executions, joined, self._judge_times(recipes, executions), timings)
+        return Found(executions, joined, self._judge_times(recipes, executions), timings)
 
     def _join(
         self, recipes: Sequence[Recipe], executions: Executions, shared: dict[str, tuple[int, int]], source: int
@@ -339,71 +349,7 @@ class CheckRunner:
                 details[recipe.recipe_id] = found
         return details
 
-    def _result(
-        self,
-        plan: Plan,
-        started: float,
-        recipes: Sequence[Recipe],
-        found: _Found,
-        details: dict[str, Detail],
-        reasons: list[Reason],
-    ) -> ReplayResult:
-        ranks = self._peers.ranks
-        executions, stragglers = found.executions, found.stragglers
-        verdicts = {key: joined.verdict for key, joined in found.joined.items()}
-        for key, verdict in verdicts.items():
-            if verdict.reason is not None:
-                apart = tuple(ranks[p] for p in verdict.apart)
-                reasons.append(Reason(recipe=key, field="evidence", ranks=apart, message=verdict.reason))
-        for recipe in recipes:
-            if self._known[recipe.recipe_id].nondeterministic and verdicts[recipe.recipe_id].reason is None:
-                text = f"{recipe.recipe_id}: known not to repeat itself; only what it reads was compared"
-                reasons.append(Reason(recipe=recipe.recipe_id, field="nondeterministic", ranks=(), message=text))
-        seen = [peer for runs in executions.values() for run in runs for peer in run]
-        local = {
-            p for runs in executions.values() for run in runs for p, o in enumerate(run) if o.flags.local_nonfinite
-        }
-        statuses = {verdict.status for verdict in verdicts.values()}
-        attributed = C3Status.ATTRIBUTED in statuses
-        incomplete = bool(reasons) or C3Status.INCONCLUSIVE in statuses
-        exact = {f"{key}/{name}": r for key, v in verdicts.items() for name, r in v.surfaces.items()}
-        return ReplayResult(
-            step=plan.step,
-            peer_ranks=ranks,
-            status=C3Status.ATTRIBUTED if attributed else C3Status.INCONCLUSIVE if incomplete else C3Status.AGREE,
-            complete=not incomplete,
-            sdc_bitmap=_union([v.bitmap for v in verdicts.values() if v.bitmap], len(ranks)),
-            straggler_bitmap=_union([v.bitmap for v in stragglers.values()], len(ranks)),
-            sdc_sources=tuple(
-                key
-                for key, r in exact.items()
-                if r.status is not C3Status.AGREE
-                and not verdicts[key.rpartition("/")[0]].nondeterministic
-                and not verdicts[key.rpartition("/")[0]].raised
-                and len(ranks) > 1
-            ),
-            c3_results=exact,
-            checked_recipe_ids=tuple(r.recipe_id for r in recipes if r.recipe_class not in READING_CLASSES),
-            inconclusive_reasons=tuple(reasons),
-            verdicts=verdicts,
-            details=details,
-            times_ms={key: tuple(o.elapsed.busy_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
-            waits_ms={key: tuple(o.elapsed.wait_us / 1e3 for o in runs[-1]) for key, runs in executions.items()},
-            collective_timings=tuple(found.collective_timings),
-            live=self._live,
-            straggler_recipes={key: v.bitmap for key, v in stragglers.items() if any(v.bitmap)},
-            nonfinite=any(o.flags.local_nonfinite or o.flags.replay_nonfinite or o.flags.state_nonfinite for o in seen),
-            nonfinite_ranks=tuple(ranks[p] for p in sorted(local)),
-            source_rank=ranks[self.source(plan)],
-            manual=plan.manual,
-            elapsed_ms=(time.perf_counter() - started) * 1e3,
-        )
-
 
 def _rounds_ms(seen: list[list[Observation]]) -> list[list[float | None]]:
     """Times of all executions, waiting for a core left out; None where a peer's execution raised."""
     return [[None if o.flags.failed else o.elapsed.busy_us / 1e3 for o in run] for run in seen]
-
-
-def _union(bitmaps: Sequence[tuple[bool, ...]], size: int) -> tuple[bool, ...]:
-    return tuple(any(bitmap[p] for bitmap in bitmaps) for p in range(size))

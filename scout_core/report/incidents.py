@@ -11,7 +11,7 @@ from scout_core.replay.result import ReplayResult
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 from scout_core.report.live_reports import KINDS
 
-_PASSING = frozenset(KINDS.values())
+_PASSING = frozenset({*KINDS.values(), FaultKind.COMMUNICATION_STRAGGLER})
 """Slowness of some kind, which is over when it has not been seen for a while: it shows on no surface."""
 
 Key = tuple[FaultKind, tuple[int, ...], str | None]

@@ -11,6 +11,7 @@ from scout_core.report.places import Places
 from scout_core.timing.pace import PaceFinding
 
 SURFACE = "live_steps"
+COLLECTIVES = "live_collectives"
 KINDS = {
     "compute_straggler": FaultKind.COMPUTE_STRAGGLER,
     "data_imbalance": FaultKind.DATA_IMBALANCE,
@@ -19,14 +20,16 @@ KINDS = {
 
 
 def live_reports(result: ReplayResult, places: Places) -> list[SCOUTFaultReport]:
-    """One report for each rank found slow in live steps, and one that names nobody for a job that waits for data.
+    """One report for each rank found slow in live steps, one for what all slow collectives have in common, and one that
+    names nobody for a job that waits for data.
 
     A rank whose replays are slow too is left to that report, which rests on equal work.
     """
+    reports = _communication(result, places)
     if result.live is None:
-        return []
+        return reports
     findings = [f for f in result.live.findings if result.peer_ranks[f.position] not in result.straggler_ranks]
-    reports = [_finding(result, finding, places) for finding in findings]
+    reports += [_finding(result, finding, places) for finding in findings]
     if result.live.note == "input_bound":
         reports.append(_input_bound(result))
     return reports
@@ -66,6 +69,42 @@ def _finding(result: ReplayResult, finding: PaceFinding, places: Places) -> SCOU
         recommended_action=action if finding.kind == "compute_straggler" else "observe",
         message=text + (finding.reason if cause is None else f"{finding.reason}; {cause}"),
     )
+
+
+def _communication(result: ReplayResult, places: Places) -> list[SCOUTFaultReport]:
+    """What makes collectives slow, where it has a name. Told by the peers of the rank, or of the first one affected."""
+    found = result.cross_pg_result
+    if found is None or found["finding"] not in ("rank", "shared_resource"):
+        return []
+    rank = found["rank"]
+    affected = [r for group in found["supporting"] for r in group["ranks"]]
+    if (rank if rank is not None else min(affected)) not in result.peer_ranks:
+        return []
+    ranks = () if rank is None else (rank,)
+    where = places.of(ranks)
+    if found["host"] is not None:
+        where["hosts"] = (found["host"],)
+    excluded = rank is not None and found["decision"] == "exclude_at_next_restart"
+    return [
+        SCOUTFaultReport(
+            kind=FaultKind.COMMUNICATION_STRAGGLER,
+            severity="warning",
+            status="Attributed",
+            scope="host" if rank is None and found["resource"] is None else "rank" if ranks else "group",
+            ranks=ranks,
+            **where,
+            surface=COLLECTIVES if rank is not None else f"{COLLECTIVES}/{found['resource'] or found['host']}",
+            phase="train",
+            step=result.step,
+            first_seen_step=result.step,
+            confidence=found["confidence"],
+            basis="direct",
+            evidence={key: found[key] for key in ("supporting", "finding", "resource", "decision")},
+            exonerating={"not_slow": sorted(set(affected) - set(ranks))} if ranks else {},
+            recommended_action="restart_excluding" if excluded else "observe",
+            message=f"collectives are slow: {found['reason']}",
+        )
+    ]
 
 
 def _input_bound(result: ReplayResult) -> SCOUTFaultReport:

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from scout_core.config import ReplayHarnessConfig, ScoutConfig
+from scout_core.consensus.structure import structure_signature
 from scout_core.replay.isolation import run_queue_delay_ns
+from scout_core.timing.live_groups import WORDS as GROUP_WORDS
+from scout_core.timing.live_groups import LiveGroups
 from scout_core.timing.pace import JobNote, PaceFinding, PaceJudge, PaceThresholds
-from scout_core.timing.step_clock import NO_CLOCK, Clock, Pace, StepClock
+from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall, Pace, StepClock
 
 _RECENT = 20
 _CROWDED = 0.1
@@ -112,6 +117,27 @@ class LivePace:
         return _median(shares)
 
 
+class LiveSteps:
+    """What a check hears of live steps: every rank's pace, and its collectives by group.
+
+    Every peer calls `words` and, with those of all, `judge`, once at each check. No collectives of its own.
+    """
+
+    def __init__(self, clock: StepClock, config: ReplayHarnessConfig, groups: LiveGroups) -> None:
+        self._clock = clock
+        self._pace = LivePace(clock, config)
+        self.groups = groups
+
+    def words(self, step: int) -> list[int]:
+        """This rank's row, of a fixed length."""
+        return self._pace.words(step) + self.groups.words(self._clock.collectives(step))
+
+    def judge(self, step: int, rows: Sequence[Sequence[int]]) -> LiveVerdict | None:
+        """Judge the pace of all peers, and take in what they say of their groups."""
+        self.groups.hear([row[-GROUP_WORDS:] for row in rows])
+        return self._pace.judge(step, [row[:-GROUP_WORDS] for row in rows])
+
+
 class LiveWatch:
     """Hooks on the root module: how many tokens a step works on, and how long backward waits for its reduction.
 
@@ -122,6 +148,7 @@ class LiveWatch:
 
     def __init__(self, root: nn.Module, clock: Clock) -> None:
         self._clock = clock
+        self._reduction = _reduction(root)
         self._handles = [
             root.register_forward_pre_hook(self._before, with_kwargs=True),
             root.register_forward_hook(self._after),
@@ -147,7 +174,17 @@ class LiveWatch:
 
     def _gradients_done(self) -> None:
         since = self._clock.mark()
-        Variable._execution_engine.queue_callback(lambda: self._clock.waited(since))
+        Variable._execution_engine.queue_callback(lambda: self._clock.waited(since, self._reduction))
+
+
+def _reduction(root: nn.Module) -> GroupCall | None:
+    """The reduction of gradients that `DistributedDataParallel` waits for at the end of backward."""
+    if not isinstance(root, DistributedDataParallel):
+        return None
+    ranks = tuple(dist.get_process_group_ranks(root.process_group))
+    size = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
+    fingerprint = structure_signature(("gradient_reduction", size))
+    return GroupCall(ranks, fingerprint, "gradient_reduction", size, overlapped=True)
 
 
 def _tokens(values: Sequence[Any]) -> int:

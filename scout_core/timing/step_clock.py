@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,31 @@ _CODES = (1 << 16) - 2
 _SCALE = _CODES / math.log1p(1 << 36)
 """16 bits for 0 to 2^36, in steps of 0.04%: a day in microseconds, or 69 thousand million tokens."""
 
+
+def code_of(value: float) -> int:
+    """1 to 2^16 - 1 for a value of 0 to 2^36, within 0.04%; 0 is left for what is unknown."""
+    return 1 + min(round(math.log1p(max(value, 0.0)) * _SCALE), _CODES)
+
+
+def value_of(code: int) -> float:
+    """The value that `code_of` gave the code of."""
+    return math.expm1((code - 1) / _SCALE)
+
+
 Mark = Any
 """A moment: nanoseconds, or a CUDA event that will know them."""
+
+
+class GroupCall(NamedTuple):
+    """A collective that this rank waited in: global ranks of its group, what all of them must give alike (a 64-bit
+    fingerprint and the operator's name), bytes put in, and whether it ran beside other work, so that the wait is only
+    what of it was left."""
+
+    ranks: tuple[int, ...]
+    fingerprint: int
+    operator: str
+    size: int
+    overlapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +66,14 @@ class Pace:
         scales = (1e3, 1e3, 1.0, 1e3)
         word = 0
         for value, scale in zip(parts, scales, strict=True):
-            code = 0 if value is None else 1 + min(round(math.log1p(max(value, 0.0) * scale) * _SCALE), _CODES)
-            word = word << 16 | code
+            word = word << 16 | (0 if value is None else code_of(value * scale))
         return word - (1 << 64) if word >= 1 << 63 else word
 
     @classmethod
     def decode(cls, word: int) -> Pace:
         """The observation that `encode` made the word of, within 0.04%."""
         codes = [word >> shift & 0xFFFF for shift in (48, 32, 16, 0)]
-        own, loader, tokens, wait = (None if code == 0 else math.expm1((code - 1) / _SCALE) for code in codes)
+        own, loader, tokens, wait = (None if code == 0 else value_of(code) for code in codes)
         return cls(
             own_ms=None if own is None else own / 1e3,
             loader_ms=None if loader is None else loader / 1e3,
@@ -67,8 +89,8 @@ class Clock:
         """This moment."""
         return None
 
-    def waited(self, since: Mark) -> None:
-        """From `since` until now this rank waited in a collective."""
+    def waited(self, since: Mark, call: GroupCall | None = None) -> None:
+        """From `since` until now this rank waited in a collective, in `call` where its group is known."""
 
     def loaded(self, since: Mark) -> None:
         """From `since` until now this rank waited for its data."""
@@ -101,6 +123,7 @@ class _Step:
     tokens: int = 0
     others: list[tuple[Mark, Mark]] = field(default_factory=list)
     loader: list[tuple[Mark, Mark]] = field(default_factory=list)
+    calls: dict[tuple[int, ...], tuple[GroupCall, Mark, Mark]] = field(default_factory=dict)
 
 
 class StepClock(Clock):
@@ -139,9 +162,15 @@ class StepClock(Clock):
             step.ran_ns = time.thread_time_ns() - step.ran_ns
             self._over.append(step)
 
-    def waited(self, since: Mark) -> None:
-        if self._now is not None:
-            self._now.others.append((since, self.mark()))
+    def waited(self, since: Mark, call: GroupCall | None = None) -> None:
+        if self._now is None:
+            return
+        until = self.mark()
+        self._now.others.append((since, until))
+        if call is not None:
+            largest = self._now.calls.get(call.ranks)
+            if largest is None or call.size > largest[0].size:
+                self._now.calls[call.ranks] = call, since, until
 
     def loaded(self, since: Mark) -> None:
         if self._now is not None:
@@ -157,6 +186,11 @@ class StepClock(Clock):
     def newest(self, step: int) -> int:
         """The newest observation that a check at `step` hands over; i ends with step `(i + 1) * steps_each`."""
         return (step - self._behind) // self.steps_each - 1
+
+    def collectives(self, step: int) -> list[tuple[GroupCall, float]]:
+        """Of the newest step that a check at `step` may look at: each group's largest collective, and its ms."""
+        found = [one for one in self._over if one.number == step - self._behind]
+        return [(call, self._between(since, until)) for one in found for call, since, until in one.calls.values()]
 
     def words(self, step: int) -> list[int]:
         """The last `observations` ones, oldest first, one word each."""

@@ -140,6 +140,8 @@ def window(sizes: Sequence[tuple[int, int]], ordinal: int, budget_bytes: int) ->
         while index < len(sizes) and (offset := ends[index] - sizes[index][0] * sizes[index][1]) < high:
             count, width = sizes[index]
             start, stop = max(low - offset, 0) // width, min(-(-(high - offset) // width), count)
+            if low < begin and pieces and index == pieces[0].index:  # around and back in the element it began with
+                stop = min(stop, pieces[0].start)
             if start < stop:
                 pieces.append(Piece(index=index, start=start, stop=stop))
             index += 1

@@ -86,6 +86,7 @@ def test_a_fatal_fault_brings_its_recovery_decision_before_the_report(
         assert decision.failed_step <= 3 and scout.last_recovery_decision == decision
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs of this machine are watched, by threads")
 @pytest.mark.parametrize("health", [None, HealthConfig()])
 def test_a_cpu_rank_trains_to_the_same_bits_with_no_thread_more(health: HealthConfig | None) -> None:
     plain = trained()[1].state_dict()

@@ -121,7 +121,9 @@ def test_autocast_is_entered_as_it_was_and_left_behind() -> None:
 
 
 def test_a_dtype_counts_only_where_autocast_is_on() -> None:
-    assert AutocastState(devices=(("cpu", False, torch.float16),)).describe() == AutocastState.current().describe()
+    off = AutocastState.current()
+    half = AutocastState(devices=tuple((device, enabled, torch.float16) for device, enabled, _ in off.devices))
+    assert half.devices != off.devices and half.describe() == off.describe()
 
 
 class Doubled(nn.Linear):

@@ -99,8 +99,8 @@ def measure(subject: Subject, live: Results, surfaces: Sequence[str], budget_byt
 
     bound = 8 * max(|C - R|, |S_k - R|) + 4 * eps * max|R|, norms being the largest element of the tensor. eps is the
     spacing at 1 of the coarsest dtype that takes part: inputs, parameters, results, autocast, TF32 where it is allowed.
-    Nine independent deviations all eight times smaller than an honest tenth happen to a scalar once in about 10^7
-    disputes, and to a tensor of many elements never; the last term is for results whose inputs move nothing.
+    An honest result is outside only if all nine deviations, independent of one another, come out eight times smaller
+    than its own; the last term is for results whose inputs move nothing.
 
     Raises what the module raises on the CPU or in float64.
     """

@@ -12,9 +12,10 @@ def told(text: str) -> dict[str, tuple[str, str, str]]:
 
 
 def test_replicas_give_a_majority_in_every_recipe() -> None:
-    found = told("dp_replicate=5")
+    found, even = told("dp_replicate=5"), told("dp_replicate=4")
     assert {severity for severity, *_ in found.values()} == {"info"}
     assert all("5 peers along dp_replicate" in m and "up to 2 ranks" in m for _, m, _ in found.values())
+    assert all("up to 1 rank " in m for _, m, _ in even.values())
 
 
 def test_shards_without_replicas_compare_layers_and_own_their_state_alone() -> None:

@@ -13,20 +13,11 @@ from torch import nn
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ReplayHarnessConfig
 from scout_core.consensus.c3 import C3Status
-from scout_core.consensus.readiness import (
-    ROW_WORDS as CONTRACT_WORDS,
-)
-from scout_core.consensus.readiness import (
-    RankContract,
-    ReadinessVerdict,
-    Reason,
-    encode,
-    encode_ready,
-    join_readiness,
-    judge_readiness,
-)
+from scout_core.consensus.readiness import RankContract, Reason
+from scout_core.consensus.standing import GROUP_WORDS
 from scout_core.consensus.structure import structure_signature
 from scout_core.peers import PeerGroup
+from scout_core.replay.agreement import agree
 from scout_core.replay.cohorts import VIEW_WORDS, ColumnView, Joined, join, wants_closer_look
 from scout_core.replay.detail import look_closer
 from scout_core.replay.evidence import ROW_WORDS, SHARED_STATE, EvidenceBatch, Observation, fold, surfaces_of
@@ -97,6 +88,7 @@ class CheckRunner:
         self._known: dict[str, Qualification] = {}
         self._lenient: set[str] = set()
         self.collective_digest: Callable[[], int] = lambda: 0
+        self.group_words: Callable[[Sequence[int]], list[int]] = lambda ranks: [0] * GROUP_WORDS
         self.pace: LivePace | None = None
         self._live: LiveVerdict | None = None
         self._judge = StragglerJudge(StragglerThresholds.of(config))
@@ -114,7 +106,8 @@ class CheckRunner:
 
         Collectives, all on the peer group: one all-gather of readiness, at most one broadcast per device kind, one
         all-gather of evidence; more only when peers' sizes differ, evidence is disputed, or a rank looks slow. With
-        lockstep partners, one all-gather among them after each of the peers', and what replays themselves run.
+        lockstep partners, one all-gather among them before the first of the peers' and one after each of evidence, and
+        what replays themselves run.
         """
         started = time.perf_counter()
         together = not self._recorder.recomputes(plan) or self._lockstep.all_can(self._recorder.has_input)
@@ -126,7 +119,11 @@ class CheckRunner:
             seed=structure_signature((plan.step, plan.ordinal)),
             recipes=prepared.contracts,
         )
-        readiness = self._agree(contract)
+        pace = self.pace.words(contract.step) if self.pace is not None else []
+        readiness, paces = agree(contract, self._peers, self._partners, self.group_words, pace)
+        self._live = None
+        if self.pace is not None and not any(reason.recipe == "check" for reason in readiness.reasons):
+            self._live = self.pace.judge(contract.step, paces)
         reasons = list(readiness.reasons)
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in readiness.runnable]
         if not recipes:
@@ -136,20 +133,6 @@ class CheckRunner:
         found = self._rounds(bench, recipes, self.source(plan))
         details = self._details(bench, recipes, found.joined)
         return self._result(plan, started, recipes, found, details, reasons)
-
-    def _agree(self, contract: RankContract) -> ReadinessVerdict:
-        """What may run: one all-gather among the peers, which carries the live steps' times along; with lockstep
-        partners, one among them."""
-        pace = self.pace.words(contract.step) if self.pace is not None else []
-        rows = self._peers.gather(torch.tensor(encode(contract) + pace, dtype=torch.int64)).tolist()
-        readiness = judge_readiness([row[:CONTRACT_WORDS] for row in rows], self._peers.ranks)
-        self._live = None
-        if self.pace is not None and not any(reason.recipe == "check" for reason in readiness.reasons):
-            self._live = self.pace.judge(contract.step, [row[CONTRACT_WORDS:] for row in rows])
-        if self._partners.size > 1:
-            said = self._partners.gather(torch.tensor(encode_ready(contract, readiness), dtype=torch.int64)).tolist()
-            readiness = join_readiness(readiness, said, self._partners.ranks)
-        return readiness
 
     def _workbench(
         self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], seed: int, resize: bool

@@ -104,7 +104,7 @@ class Scout:
         self._plan: Plan | None = None
         layout = adapter.layout()
         surfaces = adapter.surfaces()
-        self._peers, partners, table = meet(layout, config.replay.readiness_timeout_s)
+        self._peers, self._partners, table = meet(layout, config.replay.readiness_timeout_s)
         self._places = places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
         self._available = _available(surfaces, layout, config.replay)
@@ -118,7 +118,7 @@ class Scout:
             self._recorder,
             self._peers,
             self._replay,
-            partners=partners,
+            partners=self._partners,
             table=table,
             shard_peers=layout.shard_peers,
         )
@@ -150,8 +150,9 @@ class Scout:
             _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._runner.collective_digest = lambda: self._oob.digest
+        self._runner.group_words = self._oob.group_words
         if isinstance(self._clock, StepClock):
-            groups = LiveGroups(self._peers, partners, table, self._replay, self._places[0])
+            groups = LiveGroups(self._peers, self._partners, table, self._replay, self._places[0])
             self._runner.live = LiveSteps(self._clock, self._replay, groups)
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
@@ -334,11 +335,12 @@ class Scout:
     def _publish(self, result: ReplayResult) -> None:
         hosts, devices = self._places
         reports = self._incidents.assign(reports_of(result, hosts=hosts, devices=devices), result)
-        if any(reason.field == "collective_digest" for reason in result.inconclusive_reasons):
-            finding = self._oob.explain_digest()
-            reports += [oob_report(finding, run="digest")] if finding is not None else []
+        finding, tells = self._oob.explain_digest(result.inconclusive_reasons, self._partners)
+        desync = [oob_report(finding, run="digest")] if finding is not None else []
+        for report in [] if tells else desync:
+            self._desk.take_written(report, deliver=False)
         self._oob.reset_digest()
-        self._desk.take_shared(reports, result.to_json())
+        self._desk.take_shared(reports + desync if tells else reports, result.to_json())
 
     def _take_report(self, record: Mapping[str, Any], deliver: bool) -> None:
         """A report of the observers, which have written it to the event log. Called in the supervisor's thread."""

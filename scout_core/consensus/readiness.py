@@ -18,6 +18,8 @@ RECIPE_CLASSES = ("embedding", "hidden", "output", "optimizer", "state", "owner_
 the owner's update and its memory at rest."""
 
 LAYOUT_VERSION = 2
+COMPARED_GROUPS = 8
+"""Process groups of a rank whose collectives are compared one by one in a check."""
 _WORD = 1 << 64
 
 
@@ -93,7 +95,7 @@ def encode(contract: RankContract) -> list[int]:
     for name in RECIPE_CLASSES:
         slot = contract.recipes.get(name, RecipeContract())
         words += [int(getattr(slot, field)) for field in _SLOT]
-    return [_signed(word) for word in words]
+    return [signed(word) for word in words]
 
 
 def judge_readiness(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> ReadinessVerdict:
@@ -105,7 +107,7 @@ def judge_readiness(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Read
     columns = list(zip(*rows, strict=True))
     for index, field in enumerate(_HEADER[:-1]):
         if len(set(columns[index])) > 1:
-            reason = _differs("check", field, columns[index], ranks)
+            reason = differs("check", field, columns[index], ranks)
             return ReadinessVerdict(runnable=(), reasons=(reason,), seeds=())
     runnable: list[str] = []
     reasons: list[Reason] = []
@@ -118,39 +120,6 @@ def judge_readiness(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Read
         if all(state == Readiness.READY for state in slot["readiness"]) and (found is None or found.field == "shape"):
             runnable.append(name)
     return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=tuple(columns[len(_HEADER) - 1]))
-
-
-JOIN_WORDS = 3
-"""Words in which a rank tells its lockstep partners what its peers and it are ready for."""
-
-
-def encode_ready(contract: RankContract, verdict: ReadinessVerdict) -> list[int]:
-    """What the partners must know: step, check, and a bit for each class that runs on all of this rank's peers."""
-    bits = sum(1 << i for i, name in enumerate(RECIPE_CLASSES) if name in verdict.runnable)
-    return [contract.step, contract.check_index, bits]
-
-
-def join_readiness(own: ReadinessVerdict, rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> ReadinessVerdict:
-    """What may run where replays communicate: what runs on the peers of every lockstep partner. Pure.
-
-    `rows[i]` is the `encode_ready` row of global rank `ranks[i]`, the order of the partners.
-    """
-    columns = list(zip(*rows, strict=True))
-    for field, column in zip(("step", "check_index"), columns[:2], strict=True):
-        if len(set(column)) > 1:
-            reason = _differs("check", field, column, ranks)
-            return ReadinessVerdict(runnable=(), reasons=(*own.reasons, reason), seeds=own.seeds)
-    reasons = list(own.reasons)
-    runnable = []
-    for name in own.runnable:
-        bit = 1 << RECIPE_CLASSES.index(name)
-        apart = tuple(rank for rank, bits in zip(ranks, columns[2], strict=True) if not bits & bit)
-        if not apart:
-            runnable.append(name)
-            continue
-        message = f"{name}: {name_ranks(apart)}, which would have to run it in lockstep, or a peer there, cannot"
-        reasons.append(Reason(recipe=name, field="partner", ranks=apart, message=message))
-    return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=own.seeds)
 
 
 _STATE_MESSAGES = {
@@ -172,11 +141,11 @@ def _judge_slot(name: str, slot: Mapping[str, Sequence[int]], ranks: Sequence[in
             return Reason(recipe=name, field="readiness", ranks=apart, message=f"{name}: {who} {text}")
     for field in ("identity", "capture_step", "structure", "shape"):
         if len(set(slot[field])) > 1:
-            return _differs(name, field, slot[field], ranks)
+            return differs(name, field, slot[field], ranks)
     return None
 
 
-def _differs(recipe: str, field: str, column: Sequence[int], ranks: Sequence[int]) -> Reason:
+def differs(recipe: str, field: str, column: Sequence[int], ranks: Sequence[int]) -> Reason:
     """Name the ranks outside a strict majority; without one, name all and give the groups."""
     groups: dict[int, list[int]] = {}
     for rank, value in zip(ranks, column, strict=True):
@@ -200,6 +169,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """A 64-bit word as the signed integer of the same bits."""
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word

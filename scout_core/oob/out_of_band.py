@@ -10,28 +10,28 @@ import tempfile
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from scout_core.config import OobConfig, ScoutConfig
+from scout_core.consensus.readiness import Reason
+from scout_core.consensus.standing import GROUP_WORDS
 from scout_core.oob.channel import Channel, Scope, start_ticks, sweep
 from scout_core.oob.collectives import CollectiveWatch
+from scout_core.oob.digest import exchange, explain
 from scout_core.oob.findings import Finding
 from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, WatchedLoader
 from scout_core.oob.layout import Farewell, Phase
-from scout_core.oob.records import Call, GroupView, RankView
 from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, this_run
 from scout_core.oob.seat import Seat
 from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
-from scout_core.oob.verdict import judge_calls
+from scout_core.oob.tally import TalliedCalls
 from scout_core.oob.writer import Publisher
 from scout_core.peers import PeerGroup
 from scout_core.replay.guard import logger
@@ -122,7 +122,7 @@ class OutOfBand:
     @property
     def digest(self) -> int:
         """Rolling word over the collectives since the last check; 0 when nothing is published."""
-        return self._publisher.digest if self._publisher is not None else 0
+        return self._publisher.tally.digest if self._publisher is not None else 0
 
     def boundary(self, step: int) -> None:
         """An optimizer step is done. Raises `ObserverLost` once when protection is gone and the policy is to stop."""
@@ -137,37 +137,28 @@ class OutOfBand:
                 "restart the job, or set oob_failure='warn' to go on without it"
             )
 
-    def explain_digest(self) -> Finding | None:
-        """The first divergent call when the peers' digests differ. Every peer calls; one object gather."""
-        own = self._publisher.recent_calls() if self._publisher is not None else []
-        gathered: list[Any] = [own]
-        if self._peers.control is not None:
-            gathered = [None] * self._peers.size
-            dist.all_gather_object(gathered, own, group=self._peers.control)
-        for with_step in (False, True):
-            views = {
-                rank: RankView(
-                    rank=rank,
-                    step=calls[-1][3] if calls else 0,
-                    groups=(_one_group(calls, self._peers.ranks, with_step),),
-                )
-                for rank, calls in zip(self._peers.ranks, gathered, strict=True)
-            }
-            finding = judge_calls(views)
-            if finding is not None and with_step:
-                return replace(
-                    finding,
-                    message=finding.message.replace("other call", "step drift, the same call in another step"),
-                    evidence={**finding.evidence, "how": "step drift"},
-                )
-            if finding is not None:
-                return finding
-        return None
+    def group_words(self, ranks: Sequence[int]) -> list[int]:
+        """For a check among these ranks: words over the collectives since the last one, by process group."""
+        return self._publisher.tally.words(ranks) if self._publisher is not None else [0] * GROUP_WORDS
+
+    def explain_digest(self, reasons: Sequence[Reason], partners: PeerGroup) -> tuple[Finding | None, bool]:
+        """The first divergent call, where a check's reasons say that words differ, and whether this column tells it.
+
+        Every peer calls after a check, and every one of their `partners`. No collective when words agree; else one
+        object gather among the partners, unless the peers alone know of it, and one among the peers.
+        """
+        fields = {reason.field for reason in reasons}
+        if fields.isdisjoint(("collective_digest", "group_digest")):
+            return None, True
+        if "collective_digest" not in fields:
+            partners = PeerGroup(ranks=(self._peers.rank,), rank=self._peers.rank, control=None)
+        own = self._publisher.tally.calls() if self._publisher is not None else TalliedCalls(groups={}, calls=[])
+        return explain(exchange(own, self._peers, partners)), partners.position == 0
 
     def reset_digest(self) -> None:
         """Begin a new digest: the calls so far have been compared."""
         if self._publisher is not None:
-            self._publisher.reset_digest()
+            self._publisher.tally.reset()
 
     def watch_loader(self, loader: Iterable[T], name: str) -> Iterable[T]:
         """The loader, its `next()` calls published; the loader itself when nothing is published."""
@@ -294,24 +285,6 @@ class OutOfBand:
 def _one_host() -> bool:
     """Whether all ranks run on this host, as far as torchrun says."""
     return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-
-
-def _one_group(calls: list[tuple[int, int, str, int]], members: tuple[int, ...], with_step: bool) -> GroupView:
-    return GroupView(
-        key=0,
-        members=members,
-        issued=len(calls),
-        calls=tuple(
-            Call(
-                sequence=i + 1,
-                fingerprint=((fp ^ key) + (step if with_step else 0)) & ((1 << 64) - 1),
-                text=text,
-                state="returned",
-                step=step,
-            )
-            for i, (key, fp, text, step) in enumerate(calls)
-        ),
-    )
 
 
 def _watch_exceptions(publisher: Publisher) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from scout_core.oob.fingerprints import Described, digest_of, group_key
+from scout_core.oob.fingerprints import Described, group_key
 from scout_core.oob.layout import (
     AWAITED,
     AWAITED_LIST,
@@ -42,6 +42,7 @@ from scout_core.oob.layout import (
     name_offset,
     text_offset,
 )
+from scout_core.oob.tally import Tally
 
 _now = time.monotonic_ns
 _pack_progress = PROGRESS.pack_into
@@ -52,13 +53,12 @@ _pack_issued = struct.Struct("<Q").pack_into
 class Publisher:
     """Progress of one rank. Each method writes at once; none blocks, allocates shared memory or raises for full tables.
 
-    `digest` and `reset_digest` serve the readiness contract: a rolling word over the collectives issued on groups that
-    span the peers, since the last reset.
+    `tally` counts the collectives for the readiness contract.
     """
 
     def __init__(self, memory: mmap.mmap, peers: Sequence[int] = ()) -> None:
         self._memory = memory
-        self._peers = frozenset(peers)
+        self.tally = Tally(peers)
         self._number = 0
         self._step = 0
         self._micro = 0
@@ -74,12 +74,9 @@ class Publisher:
         self._stack: list[tuple[int, int, int, int, int, int]] = []
         self._slots: dict[tuple[int, ...], int] = {}
         self._issued: list[int] = [0] * GROUPS
-        self._spans: list[bool] = [False] * GROUPS
         self._next_slot = 0
         self._texts: dict[int, int] = {}
         self._names: dict[str, int] = {}
-        self._digest = 0
-        self._recent: list[tuple[int, int, str, int]] = []
         self._lock = threading.Lock()
         self.publish()
 
@@ -161,9 +158,7 @@ class Publisher:
                 text = self._write_text(what)
             self._write_call(slot, sequence, what.fingerprint, text, CallState.INSIDE)
             _pack_issued(self._memory, group_offset(slot) + 8, sequence)
-            if self._spans[slot]:
-                self._digest = digest_of(self._digest, members, what.fingerprint + self._step)
-                self._remember(members, sequence, what)
+            self.tally.add(members, what, self._step)
             self._push()
             self._activity, self._slot, self._sequence = int(Activity.COLLECTIVE), slot, sequence
             self._since, self._usual, self._name = _now(), 0, -1
@@ -210,20 +205,6 @@ class Publisher:
         """The signal that makes this process write its Python stacks; 0 when there is none."""
         struct.pack_into("<i", self._memory, SIGNAL_OFFSET, number)
 
-    @property
-    def digest(self) -> int:
-        """The rolling word over collectives on groups that span the peers."""
-        return self._digest
-
-    def recent_calls(self) -> list[tuple[int, int, str, int]]:
-        """`(group key, fingerprint, text, step)` of the calls in the digest, oldest first, the newest 256 at most."""
-        return list(self._recent)
-
-    def reset_digest(self) -> None:
-        """Begin a new digest."""
-        self._digest = 0
-        self._recent = []
-
     def detach(self) -> None:
         """Write nowhere from now on; for a child process that shares the mapping by fork."""
         self._memory = mmap.mmap(-1, len(self._memory))
@@ -232,11 +213,6 @@ class Publisher:
         if len(self._stack) > 64:  # more than any sane nesting: something never left
             del self._stack[0]
         self._stack.append((self._activity, self._slot, self._name, self._sequence, self._since, self._usual))
-
-    def _remember(self, members: tuple[int, ...], sequence: int, what: Described) -> None:
-        self._recent.append((group_key(members), what.fingerprint, what.text, self._step))
-        if len(self._recent) > 256:
-            del self._recent[0]
 
     def _write_call(self, slot: int, sequence: int, fingerprint: int, text: int, state: CallState) -> None:
         _pack_call(
@@ -251,7 +227,6 @@ class Publisher:
             del self._slots[known]
         self._slots[members] = slot
         self._issued[slot] = 0
-        self._spans[slot] = bool(self._peers) and self._peers <= set(members)
         offset = group_offset(slot)
         self._memory[offset : offset + GROUP_HEADER.size + RING * CALL.size] = bytes(
             GROUP_HEADER.size + RING * CALL.size

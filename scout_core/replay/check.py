@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ReplayHarnessConfig
-from scout_core.consensus.readiness import (
-    ROW_WORDS as CONTRACT_WORDS,
-)
-from scout_core.consensus.readiness import (
-    RankContract,
-    ReadinessVerdict,
-    Reason,
-    encode,
-    encode_ready,
-    join_readiness,
-    judge_readiness,
-)
+from scout_core.consensus.readiness import RankContract, Reason
+from scout_core.consensus.standing import GROUP_WORDS
 from scout_core.consensus.structure import structure_signature
 from scout_core.peers import PeerGroup
+from scout_core.replay.agreement import agree
 from scout_core.replay.assemble import Executions, Found, assemble
 from scout_core.replay.cohorts import VIEW_WORDS, ColumnView, Joined, join, wants_closer_look
 from scout_core.replay.detail import look_closer
@@ -85,9 +75,9 @@ class CheckRunner:
         self._known: dict[str, Qualification] = {}
         self._lenient: set[str] = set()
         self.collective_digest: Callable[[], int] = lambda: 0
+        self.group_words: Callable[[Sequence[int]], list[int]] = lambda ranks: [0] * GROUP_WORDS
         self.live: LiveSteps | None = None
         self._pace: LiveVerdict | None = None
-        self._across: Mapping[str, Any] | None = None
         self._judge = StragglerJudge(StragglerThresholds.of(config))
 
     def source(self, plan: Plan) -> int:
@@ -103,7 +93,8 @@ class CheckRunner:
 
         Collectives, all on the peer group: one all-gather of readiness, at most one broadcast per device kind, one
         all-gather of evidence; more only when peers' sizes differ, evidence is disputed, or a rank looks slow. With
-        lockstep partners, one all-gather among them after each of the peers', and what replays themselves run.
+        lockstep partners, one all-gather among them before the first of the peers' and one after each of evidence, and
+        what replays themselves run.
         """
         started = time.perf_counter()
         together = not self._recorder.recomputes(plan) or self._lockstep.all_can(self._recorder.has_input)
@@ -115,7 +106,12 @@ class CheckRunner:
             seed=structure_signature((plan.step, plan.ordinal)),
             recipes=prepared.contracts,
         )
-        readiness = self._agree(contract)
+        live = self.live
+        words, asks = (live.words(plan.step), live.groups.wants) if live is not None else ([], False)
+        readiness, rows, asked = agree(contract, self._peers, self._partners, self.group_words, words, asks)
+        if live is not None:
+            apart = any(reason.recipe == "check" for reason in readiness.reasons)
+            self._pace = live.judge(plan.step, [] if apart else rows, asked)
         reasons = list(readiness.reasons)
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in readiness.runnable]
         if not recipes:
@@ -134,32 +130,10 @@ class CheckRunner:
         return replace(
             result,
             collective_timings=(*result.collective_timings, *(self.live.groups.own if self.live is not None else ())),
-            cross_pg_result=self._across,
+            cross_pg_result=self.live.groups.found if self.live is not None else None,
             live=self._pace,
             elapsed_ms=(time.perf_counter() - started) * 1e3,
         )
-
-    def _agree(self, contract: RankContract) -> ReadinessVerdict:
-        """What may run: one all-gather among the peers, which carries the live steps' times along; with lockstep
-        partners, one among them, and one more when a partner asks for what others' peers said of their groups."""
-        live = self.live
-        words = live.words(contract.step) if live is not None else []
-        rows = self._peers.gather(torch.tensor(encode(contract) + words, dtype=torch.int64)).tolist()
-        readiness = judge_readiness([row[:CONTRACT_WORDS] for row in rows], self._peers.ranks)
-        self._pace = self._across = None
-        wants = False
-        if live is not None and not any(reason.recipe == "check" for reason in readiness.reasons):
-            self._pace = live.judge(contract.step, [row[CONTRACT_WORDS:] for row in rows])
-            wants = live.groups.wants
-        if self._partners.size > 1:
-            own = torch.tensor([*encode_ready(contract, readiness), int(wants)], dtype=torch.int64)
-            said = self._partners.gather(own).tolist()
-            readiness = join_readiness(readiness, [row[:-1] for row in said], self._partners.ranks)
-            if live is not None and any(row[-1] for row in said):
-                live.groups.exchange()
-        if live is not None:
-            self._across = live.groups.judge()
-        return readiness
 
     def _workbench(
         self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], seed: int, resize: bool

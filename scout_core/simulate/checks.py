@@ -17,10 +17,9 @@ from scout_core.consensus.readiness import (
     Reason,
     RecipeContract,
     encode,
-    encode_ready,
-    join_readiness,
     judge_readiness,
 )
+from scout_core.consensus.standing import GROUP_WORDS, join_standings, standing_of, statement
 from scout_core.replay.check import Qualification
 from scout_core.replay.cohorts import ColumnView, Joined, join
 from scout_core.replay.evidence import Observation, surfaces_of
@@ -118,26 +117,36 @@ class CohortRun:
         )
 
     def _ready(self, plan: Plan, acting: Mapping[int, SimFault]) -> list[ReadinessVerdict]:
-        """Every column's readiness, in the light of the partners'."""
+        """Every column's readiness, in the light of the rows' standings."""
         sound = judge_readiness([encode(_healthy_contract(plan))] * self.cohort.peers, self.cohort.table[0])
-        touched = {self._places[number][0] for number in acting}
-        own, said = [], []
-        for column, ranks in enumerate(self.cohort.table):
-            if column not in touched and not self._every:
+        touched = {self._places[number] for number in acting}
+        table, healthy = self.cohort.table, _healthy_contract(plan)
+        contracts = {place: self._contract(plan, table[place[0]][place[1]], acting) for place in touched}
+        columns = {column for column, _ in touched}
+        own = []
+        for column, ranks in enumerate(table):
+            if column not in columns and not self._every:
                 own.append(sound)
-                said.append(encode_ready(_healthy_contract(plan), sound))
                 continue
-            contracts = [self._contract(plan, rank, acting) for rank in ranks]
-            own.append(judge_readiness([encode(contract) for contract in contracts], ranks))
-            said.append(encode_ready(contracts[0], own[-1]))
+            said = [encode(contracts.get((column, row), healthy)) for row in range(self.cohort.peers)]
+            own.append(judge_readiness(said, ranks))
         if not self._lockstep:
             return own
-        # Partners stand in rows; what a rank tells them is the same in every row.
-        row = [ranks[0] for ranks in self.cohort.table]
-        if self._every:
-            return [join_readiness(verdict, said, row) for verdict in own]
-        joined = join_readiness(sound, said, row)
-        return [joined if verdict is sound else join_readiness(verdict, said, row) for verdict in own]
+        standings = [self._standing([healthy] * self.cohort.columns, 0)] * self.cohort.peers
+        for row in {row for _, row in touched}:
+            said_here = [contracts.get((column, row), healthy) for column in range(self.cohort.columns)]
+            standings[row] = self._standing(said_here, row)
+        # Columns without a fault decide alike, but for the names of the ranks.
+        joined = join_standings(sound, standings, table[0])
+        return [
+            joined if verdict is sound else join_standings(verdict, standings, ranks)
+            for verdict, ranks in zip(own, table, strict=True)
+        ]
+
+    def _standing(self, contracts: Sequence[RankContract], row: int) -> list[int]:
+        """The standing of a row of partners."""
+        ranks = [column[row] for column in self.cohort.table]
+        return standing_of([statement(one) for one in contracts], [[0] * GROUP_WORDS] * len(ranks), ranks)
 
     def _contract(self, plan: Plan, rank: int, acting: Mapping[int, SimFault]) -> RankContract:
         here = [fault for fault in acting.values() if fault.rank == rank]

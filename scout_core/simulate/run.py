@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scout_core.consensus.readiness import JOIN_WORDS
 from scout_core.consensus.readiness import ROW_WORDS as READY_WORDS
+from scout_core.consensus.standing import GROUP_WORDS, STANDING_WORDS, STATEMENT_WORDS
 from scout_core.peers import Grid
 from scout_core.replay.cohorts import VIEW_WORDS
 from scout_core.replay.evidence import ROW_WORDS, surfaces_of
@@ -227,9 +227,9 @@ def _cost(model: SimModel, lockstep: bool) -> Cost:
     classes = [*model.classes(0), *([] if model.shard_peers else ["state"])]
     surfaces = sum(len(surfaces_of(name, lockstep=lockstep)) for name in classes)
     evidence = 8 * ROW_WORDS * len(classes)
-    joining = 8 * (JOIN_WORDS + VIEW_WORDS * len(classes)) if lockstep else 0
+    joining = STATEMENT_WORDS + GROUP_WORDS + STANDING_WORDS + VIEW_WORDS * len(classes) if lockstep else 0
     return Cost(
         messages=4 if lockstep else 2,
-        bytes=8 * READY_WORDS + evidence + joining,
+        bytes=8 * (READY_WORDS + GROUP_WORDS + joining) + evidence,
         bytes_per_surface=evidence / surfaces,
     )

@@ -120,7 +120,7 @@ class LivePace:
 class LiveSteps:
     """What a check hears of live steps: every rank's pace, and its collectives by group.
 
-    Every peer calls `words` and, with those of all, `judge`, once at each check. No collectives of its own.
+    Every peer calls `words` and, with those of all, `judge`, once at each check.
     """
 
     def __init__(self, clock: StepClock, config: ReplayHarnessConfig, groups: LiveGroups) -> None:
@@ -132,10 +132,16 @@ class LiveSteps:
         """This rank's row, of a fixed length."""
         return self._pace.words(step) + self.groups.words(self._clock.collectives(step))
 
-    def judge(self, step: int, rows: Sequence[Sequence[int]]) -> LiveVerdict | None:
-        """Judge the pace of all peers, and take in what they say of their groups."""
+    def judge(self, step: int, rows: Sequence[Sequence[int]], asked: bool) -> LiveVerdict | None:
+        """Judge what all peers said; `rows` is empty where they do not stand at one boundary.
+
+        Where a partner `asked`, every partner calls: one object gather among them.
+        """
         self.groups.hear([row[-GROUP_WORDS:] for row in rows])
-        return self._pace.judge(step, [row[:-GROUP_WORDS] for row in rows])
+        if asked:
+            self.groups.exchange()
+        self.groups.judge()
+        return self._pace.judge(step, [row[:-GROUP_WORDS] for row in rows]) if rows else None
 
 
 class LiveWatch:

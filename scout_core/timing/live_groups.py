@@ -60,7 +60,8 @@ class LiveGroups:
     """The groups of this rank, its peers and its lockstep partners, over the checks. All of them hold it alike.
 
     `table[i]` are the peers of the i-th partner. Every peer calls `words`, `hear`, `exchange` where any of the partners
-    `wants` it, and `judge`, in this order, once at each check.
+    `wants` it, and `judge`, in this order, once at each check. `own` are this rank's timings, as a result holds them,
+    and `found` what the slow groups have in common, as `CrossGroupResult` tells it; None while no group is slow.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class LiveGroups:
         self._operators: dict[int, str] = {}
         self._named: tuple[object, int] = (None, 0)
         self.own: list[dict[str, Any]] = []
+        self.found: dict[str, Any] | None = None
+        self.wants = partners.size > 1
 
     def words(self, calls: Sequence[tuple[GroupCall, float]]) -> list[int]:
         """What this rank tells of its collectives, largest first: `WORDS` words."""
@@ -101,24 +104,12 @@ class LiveGroups:
         return words + [0] * (WORDS - len(words))
 
     def hear(self, rows: Sequence[Sequence[int]]) -> None:
-        """Take in the words of all peers."""
+        """Take in the words of all peers, or of none."""
         self._heard = {}
-        for rank, row in zip(self._peers.ranks, rows, strict=True):
+        for rank, row in zip(self._peers.ranks, rows, strict=False):
             for key, said in zip(row[::2], row[1::2], strict=True):
                 if said:
                     self._heard.setdefault(key, {})[rank] = said
-
-    @property
-    def wants(self) -> bool:
-        """Whether partners should tell one another: a usual time is still unknown, or something looks slow."""
-        for key, said in self._heard.items():
-            usual = self._groups[key].usual_ms if key in self._groups else None
-            incomplete = len(said) < _fields(next(iter(said.values())))[1]
-            if usual is None and incomplete and self._lessons < _LESSONS:
-                return True
-            if usual is not None and self._thresholds.exceeded(_least_ms(said), usual):
-                return True
-        return False
 
     def exchange(self) -> None:
         """Hear what the partners' peers said, and where they run. Every partner calls; one object gather."""
@@ -131,13 +122,11 @@ class LiveGroups:
             for key, said in heard.items():
                 self._heard.setdefault(key, {}).update(said)
 
-    def judge(self) -> dict[str, Any] | None:
-        """What the slow groups have in common, as `CrossGroupResult` tells it; None while no group is slow."""
+    def judge(self) -> None:
+        """Settle what the slow groups have in common, and whether partners tell one another at the next check."""
         for key, said in self._heard.items():
             self._learn(key, said)
-        self._heard = {}
-        newest = self._check
-        gone = [k for k, g in self._groups.items() if not g.recent or g.recent[-1][0] <= newest - _FORGOTTEN]
+        gone = [k for k, g in self._groups.items() if not g.recent or g.recent[-1][0] <= self._check - _FORGOTTEN]
         for key in gone:
             del self._groups[key]
         found = localize(
@@ -148,10 +137,17 @@ class LiveGroups:
         )
         name = found.rank if found.rank is not None else found.resource or found.host
         self._named = (name, self._named[1] + 1 if name == self._named[0] else 1)
-        if not found.supporting:
-            return None
         lasting = name is not None and self._named[1] >= _CHECKS
-        return {**found.to_json(), "decision": "exclude_at_next_restart" if lasting else "observe"}
+        self.found = None
+        if found.supporting:
+            self.found = {**found.to_json(), "decision": "exclude_at_next_restart" if lasting else "observe"}
+        self.wants = self._partners.size > 1 and any(self._needs_partners(*pair) for pair in self._heard.items())
+
+    def _needs_partners(self, key: int, said: Mapping[int, int]) -> bool:
+        usual = self._groups[key].usual_ms if key in self._groups else None
+        if usual is None:
+            return self._lessons < _LESSONS
+        return self._thresholds.exceeded(_least_ms(said), usual)
 
     def _learn(self, key: int, said: Mapping[int, int]) -> None:
         kind, size, overlapped, _ = _fields(next(iter(said.values())))

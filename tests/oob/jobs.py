@@ -129,6 +129,6 @@ def wait_until(look: Callable[[], Any], deadline_s: float = 120.0) -> Any:
     raise AssertionError(f"nothing within {deadline_s:g} s")
 
 
-def say(run_dir: str, name: str) -> None:
-    """Leave a mark for the test, with the time."""
-    Path(run_dir, name).write_text(str(time.time()))
+def say(run_dir: str, name: str, text: str = "") -> None:
+    """Leave a mark for the test, with a text or else the time."""
+    Path(run_dir, name).write_text(text or str(time.time()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scout_core.oob.records import Call, GroupView, ProcessView, RankView
 from scout_core.oob.verdict import judge
-from tests.oob.jobs import TinyJob, first_report, idle, running
+from tests.oob.jobs import TinyJob, first_report, idle, reports, running, say
 
 WORLD = (0, 1, 2, 3)
 TP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
@@ -172,3 +173,41 @@ def test_a_pipeline_stage_that_stands_still_is_named(tmp_path: Path, how: str) -
     with running(pipeline, tmp_path, how):
         report = first_report(tmp_path)
     assert (report["kind"], report["ranks"]) == ("process_stall", [2]), report["message"]
+
+
+def silently(run_dir: str) -> None:
+    """Calls of equal shape that pair up wrongly and go on: in a tensor pair, then in a data pair."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    job = TinyJob(run_dir, mesh=mesh, check_interval=2)
+    tp, dp, others = mesh.get_group("tp"), mesh.get_group("dp_replicate"), dist.new_group([1, 2])
+    swaps = {3: tp, 7: dp}  # by step, on rank 1
+    for step in range(10):
+        job.compute()
+        for group in (tp, dp):
+            swapped = job.rank == 1 and swaps.get(step) is group
+            ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+            for op in reversed(ops) if swapped else ops:
+                dist.all_reduce(torch.ones(1), op=op, group=group)
+        if job.rank in (1, 2):  # legal: a group of ranks that are neither replicas nor partners of each other
+            dist.barrier(group=others)
+        job.update()
+        result = job.scout.last_result
+        if result is not None and result.step == step + 1:
+            fields = sorted({reason.field for reason in result.inconclusive_reasons})
+            say(run_dir, f"check{job.rank}-{result.step}", json.dumps([fields, len(result.checked_recipe_ids)]))
+    job.scout.close()
+
+
+def test_a_silent_desync_in_a_group_of_partners_is_found_at_the_next_check(tmp_path: Path) -> None:
+    with running(silently, tmp_path) as ranks:
+        ranks.wait(100)
+    found = sorted(reports(tmp_path), key=lambda report: report["step"])
+    assert [(r["kind"], r["ranks"], r["step"], r["evidence"]["group"]) for r in found] == [
+        ("collective_desync", [1], 3, [0, 1]),
+        ("collective_desync", [1], 7, [1, 3]),
+    ]
+    assert [r["evidence"]["how"] for r in found] == ["wrong order"] * 2
+    for rank in WORLD:  # all four decide alike, so that none waits in a replay for one that stays out of it
+        checks = {step: json.loads((tmp_path / f"check{rank}-{step}").read_text()) for step in (2, 4, 6, 8, 10)}
+        assert checks[4] == checks[8] == [["collective_digest"], 0]
+        assert all(checks[step][0] == [] and checks[step][1] > 0 for step in (2, 6, 10)), checks

@@ -45,10 +45,15 @@ def places(peers: PeerGroup, config: ReplayHarnessConfig) -> tuple[tuple[str, ..
     return tuple(host for host, _, _ in gathered), tuple(device for _, device, _ in gathered)
 
 
+def own_ordinal() -> int | None:
+    """CUDA ordinal of this rank's GPU; None without GPUs."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
 def _device_name(rank: int) -> str:
     """UUID of this rank's GPU where NVML tells it, since a manager can act on that; else its CUDA ordinal, or `cpu`."""
-    if not torch.cuda.is_available():
+    ordinal = own_ordinal()
+    if ordinal is None:
         return "cpu"
-    ordinal = torch.cuda.current_device()
     known = rank_identity(rank, ordinal)
     return known.mig_uuid or known.uuid or f"cuda:{ordinal}"

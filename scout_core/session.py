@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -21,7 +20,7 @@ from scout_core.config import ReplayHarnessConfig, ScoutConfig
 from scout_core.health.config import HealthConfig
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
-from scout_core.meeting import meet, places
+from scout_core.meeting import meet, own_ordinal, places
 from scout_core.oob import OutOfBand
 from scout_core.peers import PeerGroup
 from scout_core.pytorch import PyTorchAdapter
@@ -360,9 +359,12 @@ class Scout:
         self._stop_checks()
 
     def _watch_hardware(self, config: HealthConfig) -> HealthWatch:
-        ordinal = torch.cuda.current_device() if torch.cuda.is_available() else None
         watch = HealthWatch(
-            config, rank=self._peers.rank, ordinal=ordinal, deliver=self._take_hardware, step=lambda: self.step_count
+            config,
+            rank=self._peers.rank,
+            ordinal=own_ordinal(),
+            deliver=self._take_hardware,
+            step=lambda: self.step_count,
         )
         return watch.start()
 

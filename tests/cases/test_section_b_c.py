@@ -118,7 +118,7 @@ def slow_spells() -> list[Answer]:
         for slow in (True, False, True, False):
             slowed = []
             if slow and dist.get_rank() == 2:
-                slowed = [faults.slow_module(block, 2 * usual_ms / 1e3 + 5e-3) for block in job.model.blocks]
+                slowed = [faults.slow_module(block, 3 * usual_ms / 1e3 + 2e-2) for block in job.model.blocks]
             for _ in range(4):
                 job.step()
                 answers.append(tell(scout))

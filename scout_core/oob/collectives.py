@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scout_core.oob.fingerprints import Described, describe, tensor_text
 from scout_core.oob.layout import CallState, Farewell
+from scout_core.oob.point_to_point import BATCH, PAIRED, SINGLE, Awaited, argument, batched, partner, single
 from scout_core.oob.writer import Publisher
 from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall
 
@@ -33,10 +34,6 @@ _OWN_GROUPS = "scout_"
 _KEPT_WORKS = 1024
 
 Metadata = Callable[[Sequence[Any], dict[str, Any]], tuple[object, ...]]
-
-
-def _argument(args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any = None) -> Any:
-    return args[index] if len(args) > index else kwargs.get(name, default)
 
 
 def _tensor(value: Any) -> str:
@@ -52,31 +49,31 @@ def _op(value: Any) -> str:
 
 
 def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(_argument(args, kwargs, 0, "tensor")), _op(_argument(args, kwargs, 1, "op"))
+    return _tensor(argument(args, kwargs, 0, "tensor")), _op(argument(args, kwargs, 1, "op"))
 
 
 def _broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    source = _argument(args, kwargs, 1, "src")
+    source = argument(args, kwargs, 1, "src")
     root = f"src={source}" if source is not None else f"group_src={kwargs.get('group_src')}"
-    return _tensor(_argument(args, kwargs, 0, "tensor")), root
+    return _tensor(argument(args, kwargs, 0, "tensor")), root
 
 
 def _reduce(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    root = _argument(args, kwargs, 1, "dst", kwargs.get("group_dst"))
-    return _tensor(_argument(args, kwargs, 0, "tensor")), f"dst={root}", _op(_argument(args, kwargs, 2, "op"))
+    root = argument(args, kwargs, 1, "dst", kwargs.get("group_dst"))
+    return _tensor(argument(args, kwargs, 0, "tensor")), f"dst={root}", _op(argument(args, kwargs, 2, "op"))
 
 
 def _first(name: str) -> Metadata:
-    return lambda args, kwargs: (_tensor(_argument(args, kwargs, 0, name)),)
+    return lambda args, kwargs: (_tensor(argument(args, kwargs, 0, name)),)
 
 
 def _second(name: str) -> Metadata:
-    return lambda args, kwargs: (_tensor(_argument(args, kwargs, 1, name)),)
+    return lambda args, kwargs: (_tensor(argument(args, kwargs, 1, name)),)
 
 
 def _scattered(name: str) -> Metadata:
     def metadata(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-        return _tensor(_argument(args, kwargs, 1, name)), _op(_argument(args, kwargs, 2, "op"))
+        return _tensor(argument(args, kwargs, 1, name)), _op(argument(args, kwargs, 2, "op"))
 
     return metadata
 
@@ -94,7 +91,7 @@ def _nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _root(index: int, name: str) -> Metadata:
-    return lambda args, kwargs: (f"{name}={_argument(args, kwargs, index, name)}",)
+    return lambda args, kwargs: (f"{name}={argument(args, kwargs, index, name)}",)
 
 
 _FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
@@ -119,24 +116,18 @@ _FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
     "broadcast_object_list": (_root(1, "src"), 2),
     "scatter_object_list": (_root(2, "src"), 3),
 }
-_POINT_TO_POINT = {"send": "dst", "recv": "src"}
-"""Name of the argument that says with whom; it is the second positional one. `isend` and `irecv` stay what they are:
-torch compares the operations of a batch with them, and a script may hold the originals."""
-_BATCH = "batch_isend_irecv"
-Awaited = tuple[str, tuple[tuple[int, bool], ...]]
-"""What is waited in, and for whom: global rank, and whether something is to come from it."""
 
 
 def _functional_reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(args[0]), str(_argument(args, kwargs, 1, "reduceOp", "sum")).upper()
+    return _tensor(args[0]), str(argument(args, kwargs, 1, "reduceOp", "sum")).upper()
 
 
 def _functional_gathered(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(args[0]), f"dim={_argument(args, kwargs, 1, 'gather_dim', 0)}"
+    return _tensor(args[0]), f"dim={argument(args, kwargs, 1, 'gather_dim', 0)}"
 
 
 def _functional_broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(args[0]), f"src={_argument(args, kwargs, 1, 'src')}"
+    return _tensor(args[0]), f"src={argument(args, kwargs, 1, 'src')}"
 
 
 def _functional_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
@@ -181,13 +172,15 @@ class CollectiveWatch:
         self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
         for name, (metadata, place) in _FUNCTIONS.items():
             self._replace_function(name, metadata, place)
-        for name in (*_POINT_TO_POINT, _BATCH):
+        for name in (*PAIRED, BATCH):
             self._replace_function(name, None, None)
         functional = sys.modules.get("torch.distributed._functional_collectives")
         for name, (metadata, place) in _FUNCTIONAL.items() if functional is not None else ():
             original = getattr(functional, name, None)
             if original is not None:
                 self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, place))
+        for name in SINGLE:
+            self._set(c10d.ProcessGroup, name, self._singly(name, getattr(c10d.ProcessGroup, name)))
         self._set(c10d.Work, "wait", self._waiting(c10d.Work.wait))
 
     def close(self) -> None:
@@ -250,11 +243,10 @@ class CollectiveWatch:
 
     def _pair(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         """Point to point: progress and whom it waits for, but nothing that all ranks of a group would issue alike."""
-        group = _argument(args, kwargs, 2, "group") if name != _BATCH else None
-        own = str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
-        if own or threading.get_ident() != self._thread:  # what goes on beside training is no progress of it
+        group = argument(args, kwargs, 2, "group") if name != BATCH else None
+        if self._beside(group):
             return original(*args, **kwargs)
-        each = _batch(args, kwargs) if name == _BATCH else [_partner(name, args, kwargs)]
+        each = batched(args, kwargs) if name == BATCH else [partner(name, args, kwargs)]
         ranks = tuple(pair for one in each for pair in one)
         what = f"{name} at {_call_site()}"
         self._publisher.await_ranks(what, ranks)
@@ -274,6 +266,26 @@ class CollectiveWatch:
             if isinstance(work, c10d.Work):  # NCCL gives one for the whole batch
                 self._keep(work, (what, each[index] if len(works) == len(each) else ranks))
         return result
+
+    def _singly(self, name: str, original: Any) -> Any:
+        """`isend` and `irecv`: nothing waits yet, and what is waited on later says for whom."""
+
+        @functools.wraps(original)
+        def issue(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._depth or self._beside(group):
+                return original(group, tensors, *args, **kwargs)
+            work = original(group, tensors, *args, **kwargs)
+            if isinstance(work, c10d.Work):
+                self._keep(work, (f"{SINGLE[name]} at {_call_site()}", single(name, group, args)))
+                self._publisher.publish()
+            return work
+
+        return issue
+
+    def _beside(self, group: Any) -> bool:
+        """Whether this is SCOUT's own, or goes on beside training and is no progress of it."""
+        own = str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
+        return own or threading.get_ident() != self._thread
 
     def _waiting(self, original: Any) -> Any:
         publisher = self._publisher
@@ -354,21 +366,6 @@ def _resolved(group: Any) -> Any:
     if isinstance(group, str):
         return _resolve_process_group(c10d.GroupName(group))
     return group
-
-
-def _partner(name: str, args: Any, kwargs: Any) -> tuple[tuple[int, bool], ...]:
-    """The global rank with which a point-to-point call is, and whether something is to come from it; () for any."""
-    comes, rank = name.endswith("recv"), _argument(args, kwargs, 1, _POINT_TO_POINT[name])
-    if rank is None:
-        inner, group = kwargs.get(f"group_{_POINT_TO_POINT[name]}"), _argument(args, kwargs, 2, "group")
-        rank = inner if inner is None or group is None else dist.get_global_rank(group, inner)
-    return () if rank is None else ((int(rank), comes),)
-
-
-def _batch(args: Any, kwargs: Any) -> list[tuple[tuple[int, bool], ...]]:
-    """The same for each operation of a batch."""
-    operations = _argument(args, kwargs, 0, "p2p_op_list") or ()
-    return [((int(op.peer), getattr(op.op, "__name__", "").endswith("recv")),) for op in operations]
 
 
 def _bytes(values: Sequence[Any]) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,7 +18,7 @@ from scout_core.oob.channel import Channel, Scope
 from scout_core.oob.collectives import CollectiveWatch
 from scout_core.oob.instrument import Checkpoints, CompileWatch, Usual, WatchedLoader
 from scout_core.oob.layout import Activity, Phase
-from scout_core.oob.reader import read_groups, read_progress
+from scout_core.oob.reader import read_awaited, read_groups, read_progress
 from scout_core.oob.writer import Publisher
 
 
@@ -69,6 +70,25 @@ def four() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
+
+
+def test_single_sends_are_followed_and_batches_take_the_originals(channel: Channel, four: None) -> None:
+    methods = [c10d.ProcessGroup.__dict__[name] for name in ("send", "recv", "recv_anysource")]
+    send, receive, x = dist.isend, dist.irecv, torch.ones(2)
+    watch = CollectiveWatch(Publisher(channel.memory, (0, 1, 2, 3)))
+    pair = dist.new_group([0, 2])
+    for issue, expected in (
+        (lambda: dist.isend(x, 3), ((3,), ())),
+        (lambda: dist.irecv(x, group=pair, group_src=1), ((), (2,))),
+        (lambda: dist.batch_isend_irecv([dist.P2POp(send, x, 1), dist.P2POp(receive, x, 2)])[0], ((1,), ())),
+    ):
+        before = read_progress(channel.memory).number
+        work = issue()
+        assert work is not None and read_progress(channel.memory).number > before
+        work.wait()
+        assert read_awaited(channel.memory) == expected
+    watch.close()
+    assert methods == [c10d.ProcessGroup.__dict__[name] for name in ("send", "recv", "recv_anysource")]
 
 
 @pytest.mark.filterwarnings("ignore:.*ranks [+] tag:FutureWarning")

@@ -161,8 +161,9 @@ def pipeline(run_dir: str, how: str) -> None:
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             idle()
-        op = dist.P2POp(dist.irecv if first else dist.isend, values, other)
-        for work in dist.batch_isend_irecv([op]):
+        back = dist.irecv if first else dist.isend
+        works = [back(values, other)] if how == "idle" else dist.batch_isend_irecv([dist.P2POp(back, values, other)])
+        for work in works:
             work.wait()
         dist.all_reduce(torch.ones(4), group=mesh.get_group("dp_replicate"))
         job.update()
@@ -173,6 +174,9 @@ def test_a_pipeline_stage_that_stands_still_is_named(tmp_path: Path, how: str) -
     with running(pipeline, tmp_path, how):
         report = first_report(tmp_path)
     assert (report["kind"], report["ranks"]) == ("process_stall", [2]), report["message"]
+    assert ("waits in irecv" if how == "idle" else "batch_isend_irecv") in report["exonerating"]["0"], report[
+        "exonerating"
+    ]
 
 
 def silently(run_dir: str) -> None:

@@ -32,6 +32,8 @@ from scout_core.replay.verdict import RecipeVerdict
 from scout_core.trust import trust as trust_module
 from scout_core.trust.durable import CheckpointContext, DurableCheckpointConfig, TorchSaveCallbacks
 from scout_core.trust.manifest import Manifest, ManifestStore
+from scout_core.trust.memory import HostMemory
+from scout_core.trust.states import TrustState
 from scout_core.trust.trust import Trust
 from tests.trust.late import seen_late
 
@@ -223,6 +225,14 @@ class Life(RuleBasedStateMachine):
     def corrupts(self, where: str) -> None:
         self.job.corrupt = self.job.corrupt or where
 
+    @rule(order=st.permutations(CATALOG), corrupts=st.booleans(), how=st.sampled_from(sorted(CORRUPT)))
+    def cycle(self, order: Sequence[str], corrupts: bool, how: str) -> None:
+        """A cycle, one recipe a check. Corruption may come after the check that would show it."""
+        for recipe in order:
+            self.check(part=(recipe,), how=how, slow=False, late=False)
+            if corrupts:
+                self.corrupts(where=order[0])
+
     @rule(at=st.sampled_from(["save", "before commit", "commit"]))
     def will_die(self, at: str) -> None:
         self.callbacks.at = at
@@ -278,5 +288,42 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_a_candidate_of_an_earlier_attempt_is_not_promoted_with_its_step_of_this_one() -> None:
+    life = Life()
+    life.begins(dense=False, gemini=False, flush=False)
+    for recipe in CATALOG:
+        life.check(part=(recipe,), how="majority", slow=False, late=False)
+        life.corrupts(where="embedding")  # which has just been found clean, and is not looked at again in this cycle
+    assert [m.state for m in life.manifests().values()] == ["CANDIDATE"] and life.contaminated
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 0 and not life.job.corrupt
+    for _ in range(2):
+        for recipe in CATALOG:
+            life.check(part=(recipe,), how="majority", slow=False, late=False)
+    life.nothing_contaminated_is_verified_or_chosen()
+    assert {(m.step, m.attempt): m.state for m in life.manifests().values()} == {
+        (3, 0): "CANDIDATE",
+        (3, 1): "RECOVERY_VERIFIED",
+        (6, 1): "CANDIDATE",
+    }
+    life.teardown()
+
+
+def test_of_two_attempts_captures_of_one_step_the_verified_one_is_loaded() -> None:
+    life = Life()
+    life.begins(dense=False, gemini=True, flush=False)
+    run_id = life.trust._record.run_id
+    life.end(crash=True)
+    survivors = []
+    for attempt, state, corrupt in ((1, TrustState.CANDIDATE, "output"), (0, TrustState.RECOVERY_VERIFIED, "")):
+        life.job.step, life.job.corrupt = 6, corrupt
+        kept = {"step": 6, "state": life.job.training_state()}
+        survivors.append((attempt, HostMemory(owner=0).begin(6, state, kept).finish()))
+    trust_module._SURVIVORS[run_id] = survivors
+    life.start(0)
+    assert life.job.step == 6 and not life.job.corrupt
+    life.teardown()

@@ -119,7 +119,12 @@ class Gemini:
                 self.kept = own
 
     def _finish(self, capture: Capture, flush: bool) -> None:
-        copy = capture.finish()
+        try:
+            copy = capture.finish()
+        except RuntimeError as error:
+            self.failure = f"copying step {capture.copy.step} to host memory failed: {error}"
+            logger.warning("SCOUT: %s", self.failure)
+            return
         if self._ring is not None and self._channel is not None:
             try:
                 self._replicate(copy, *self._ring)

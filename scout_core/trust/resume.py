@@ -110,13 +110,16 @@ class Resumer:
                 Available(
                     source="gemini",
                     step=step.step,
-                    state=self.record.judgement(step.step, step.attempt) or step.state,
+                    state=self._state(step),
                     run_id=self.record.run_id,
                     topology_digest=self.topology,
                     load_failures=self.record.loads.get(str(step.step), 0),
                 )
             )
         return found, complete
+
+    def _state(self, found: Complete) -> TrustState:
+        return self.record.judgement(found.step, found.attempt) or found.state
 
     def _choose(self, decision: RecoveryDecision | None, available: list[Available]) -> RecoveryDecision:
         """The decided checkpoint while it can be had; a crash that left no decision made its ranks inaccessible."""
@@ -150,7 +153,9 @@ class Resumer:
         else:
             key = str(wanted.step)
             self._keep_loads({**self.record.loads, key: self.record.loads.get(key, 0) + 1})
-            chosen = next(c for c in complete if c.step == wanted.step)
+            fit = [c for c in complete if c.step == wanted.step and self._state(c) is not TrustState.REJECTED]
+            # two attempts may have captured one step: the decision is about the one that is verified
+            chosen = next((c for c in fit if self._state(c).value == wanted.mode), fit[0])
             with self.io("read", "gemini"):
                 copy, problems = fetch(self.local, chosen, self.channel)
             if problems or copy is None:

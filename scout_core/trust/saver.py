@@ -120,11 +120,16 @@ class DurableTier:
         return [] if error is None else [self._problem(context, f"not committed, stays unproven: {error}", ())]
 
     def settle(self, state: TrustState, steps: Sequence[int], reason: str) -> None:
-        """Promote or reject this lineage's candidates at `steps`. Local to the manifest writer."""
+        """Promote or reject this attempt's candidates at `steps`. Local to the manifest writer.
+
+        An earlier attempt's candidate of the same step is another state: what later cycles found does not speak of it.
+        """
         if not self._writer:
             return
+        here = (self._lineage.run_id, self._lineage.attempt)
         for manifest in self.store.all()[0]:
-            if manifest.step in steps and manifest.state == "CANDIDATE" and manifest.run_id == self._lineage.run_id:
+            own = (manifest.run_id, manifest.attempt) == here
+            if own and manifest.step in steps and manifest.state == "CANDIDATE":
                 if state is TrustState.RECOVERY_VERIFIED and (manifest.reason or verify(manifest)):
                     continue  # it never was whole
                 self.mark(manifest, state, reason)

@@ -12,8 +12,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from scout_core.trust.files import UntrustedFile, file_digest, read_record, sync_folder, write_record
-from scout_core.trust.memory import Copy, views
+from scout_core.trust.memory import Copy
 from scout_core.trust.states import TrustState, retained
+from scout_core.trust.transfer import views
 from scout_core.trust.tree import rebuild
 
 _DATA = "state.safetensors"

@@ -115,34 +115,43 @@ def _shown(function: Callable[..., Any], board: mmap.mmap, place: int) -> Callab
 def campaign(run_dir: Path, kills: int, seed: int) -> list[tuple[str, int]]:
     """Kill a rank inside each phase in turn, `kills` times; returns `(phase, step of the next start)` of every kill.
 
-    The others are killed with it, or told to end as a launcher does, which makes them flush.
+    The others are killed with it, or told to end as a launcher does, which makes them flush. After the last kill the
+    job is started once more.
     """
     draw = random.Random(seed)
     done: list[tuple[str, int]] = []
-    for index in range(kills):
+    for index in range(kills + 1):
         (run_dir / "board").write_bytes(bytes(_BOARD_BYTES))
         phase = PHASES[index % len(PHASES)]
         target = 0 if phase in ("commit", "rename") else draw.randrange(RANKS)  # the manifest writer's
         began = [len(lines(run_dir, rank)) for rank in range(RANKS)]
         with own_ranks(RANKS, train_for_ever, run_dir, timeout=_DEADLINE_S) as ranks:
-            await_phase(run_dir, ranks, target, phase, began, waits=2 if index == 0 else draw.randrange(3))
+            await_start(run_dir, ranks, began)
+            if index:
+                done.append((PHASES[(index - 1) % len(PHASES)], start_of(run_dir, began)))
+            if index == kills:
+                break
+            await_phase(run_dir, target, phase, waits=2 if index == 0 else draw.randrange(3))
             end = time.monotonic() + draw.random() * 0.002
             while time.monotonic() < end:
                 pass
             kill(ranks, target, gently=draw.random() < 0.5)
-        if index:
-            done.append((PHASES[(index - 1) % len(PHASES)], start_of(run_dir, began)))
     return done
 
 
-def await_phase(run_dir: Path, ranks: Ranks, target: int, phase: str, began: list[int], waits: int) -> None:
-    """Until every rank has started, then until `target` enters `phase` for the last of `waits` more times."""
+def await_start(run_dir: Path, ranks: Ranks, began: list[int]) -> None:
+    """Until every rank has written where it takes the job up."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while late := [rank for rank in range(RANKS) if len(lines(run_dir, rank)) <= began[rank]]:
+        assert time.monotonic() < deadline and not ranks.wait(0.02, ranks=late)[late[0]].failure, f"no start of {late}"
+
+
+def await_phase(run_dir: Path, target: int, phase: str, waits: int) -> None:
+    """Until `target` enters `phase` for the last of `waits` more times."""
     deadline = time.monotonic() + _DEADLINE_S
     with (run_dir / "board").open("r+b") as file:
         board = mmap.mmap(file.fileno(), _BOARD_BYTES)
     place = target * len(PHASES) + PHASES.index(phase)
-    while any(len(lines(run_dir, rank)) <= began[rank] for rank in range(RANKS)):
-        assert time.monotonic() < deadline and not ranks.wait(0.02, ranks=[target])[target].failure, "no start"
     inside = bool(board[place])
     while waits >= 0:
         assert time.monotonic() < deadline, f"rank {target} never came to {phase}"

@@ -1,7 +1,9 @@
 """A tiny job for torchrun: trains, goes wrong as told, resumes by itself, and writes down how it ended.
 
 `python job.py RUN_DIR STEPS [key=value ...]`; keys: `fault` (sdc, nan, kill, raise, none), `at` (step), `attempts` (in
-how many it occurs), `durable` (none, save, dcp), `gemini` (0, 1), `budget`, `flush`, `interval`.
+how many it occurs), `durable` (none, save, dcp), `damaged` (step whose durable checkpoint the first attempt writes with
+a NaN in it), `own` (before, after, twice: where the job's own saving stands to one attach or two), `gemini` (0, 1),
+`budget`, `flush`, `interval`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 import scout_core
 from scout_core.consensus import tensor_signature
 from scout_core.faults import corrupt_weight
-from scout_core.trust.durable import DistributedCheckpointCallbacks, DurableCheckpointConfig, TorchSaveCallbacks
+from scout_core.trust.durable import (
+    CheckpointContext,
+    DistributedCheckpointCallbacks,
+    DurableCallbacks,
+    DurableCheckpointConfig,
+    TorchSaveCallbacks,
+)
 
 
 class Sampler:
@@ -41,6 +51,23 @@ class Sampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+
+
+class DamagingSave(TorchSaveCallbacks):
+    """A saver that writes a NaN into one step's checkpoint, which is whole and readable for all that."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def save_candidate(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        if context.step == self.step and context.checkpoint_id.endswith("attempt-0"):
+            inner = state["state"]
+            damaged = {
+                **inner["parameters"],
+                "2.weight": torch.full_like(inner["parameters"]["2.weight"], float("nan")),
+            }
+            state = {**state, "state": {**inner, "parameters": damaged}}
+        return super().save_candidate(context, state)
 
 
 def small_model() -> nn.Sequential:
@@ -89,20 +116,29 @@ def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
     model, ddp, optimizer = build(rank)
     sampler = Sampler()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    callbacks = {"save": TorchSaveCallbacks, "dcp": DistributedCheckpointCallbacks}.get(given.get("durable", "none"))
-    durable = None if callbacks is None else DurableCheckpointConfig(callbacks=callbacks(), folder=run_dir / "durable")
-    with scout_core.attach(
-        ddp,
-        optimizer,
-        run_dir=run_dir,
-        check_interval=int(given.get("interval", "2")),
-        gemini=given.get("gemini", "1") == "1",
-        flush_interval=int(given.get("flush", "1")),
-        on_fault="restart",
-        restart_budget=int(given.get("budget", "3")),
-        stateful={"sampler": sampler, "scheduler": scheduler},
-        durable=durable,
-    ) as scout:
+    saved: list[list[torch.Tensor]] = []
+    keep = lambda *_: saved.append([p.detach().clone() for p in model.parameters()])  # noqa: E731
+    own = given.get("own", "none")
+    with ExitStack() as stack:
+        if own in ("before", "twice"):
+            optimizer.register_step_post_hook(keep)
+        for folder in (run_dir, run_dir / "again") if own == "twice" else (run_dir,):
+            scout = stack.enter_context(
+                scout_core.attach(
+                    ddp,
+                    optimizer,
+                    run_dir=folder,
+                    check_interval=int(given.get("interval", "2")),
+                    gemini=given.get("gemini", "1") == "1",
+                    flush_interval=int(given.get("flush", "1")),
+                    on_fault="restart",
+                    restart_budget=int(given.get("budget", "3")),
+                    stateful={"sampler": sampler, "scheduler": scheduler},
+                    durable=durable(folder, given),
+                )
+            )
+        if own == "after":
+            optimizer.register_step_post_hook(keep)
         start = scout.step_count
         with (run_dir / f"starts-{rank}.txt").open("a") as file:
             file.write(f"{attempt} {start}\n")
@@ -110,9 +146,22 @@ def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
             if scout.step_count == int(given.get("at", "-1")) and attempt < int(given.get("attempts", "1")):
                 misbehave(given["fault"], rank, model)
             train_step(ddp, optimizer, sampler, scheduler)
+        if own != "none":
+            last = all(torch.equal(a, b) for a, b in zip(saved[-1], model.parameters(), strict=True))
+            (run_dir / f"own-{rank}.json").write_text(json.dumps([len(saved), steps - start, last]))
         final = [tensor_signature(p) for p in (*model.state_dict().values(), torch.get_rng_state())]
         (run_dir / f"final-{rank}.json").write_text(json.dumps([*final, sampler.position]))
     dist.destroy_process_group()
+
+
+def durable(folder: Path, given: dict[str, str]) -> DurableCheckpointConfig | None:
+    kind = given.get("durable", "none")
+    if kind == "none":
+        return None
+    callbacks: DurableCallbacks = DistributedCheckpointCallbacks() if kind == "dcp" else TorchSaveCallbacks()
+    if "damaged" in given:
+        callbacks = DamagingSave(int(given["damaged"]))
+    return DurableCheckpointConfig(callbacks=callbacks, folder=folder / "durable")
 
 
 def misbehave(fault: str, rank: int, model: nn.Module) -> None:

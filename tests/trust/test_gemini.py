@@ -74,6 +74,11 @@ def test_what_would_need_pickle_is_refused_with_its_place(value: Any) -> None:
         flatten({"a": value})
 
 
+def test_a_refusal_deep_inside_says_the_whole_way() -> None:
+    with pytest.raises(StateError, match=r"state\['a'\]\[1\]\['b'\] has a key of type float; use strings"):
+        flatten({"a": [0, {"b": {1.5: 2}}]})
+
+
 def test_memory_and_disk_give_back_the_same_bits(tmp_path: Path) -> None:
     state = training_state()
     copy = HostMemory(owner=2).begin(7, STATE, state).finish()
@@ -98,6 +103,41 @@ def test_the_previous_copy_stays_until_the_next_is_complete() -> None:
     latest = memory.latest
     assert latest is not None and latest.step == 2 and latest.load()["w"].sum() == 1000
     assert first.intact()
+
+
+def test_state_that_changes_its_shape_between_captures_keeps_its_bits() -> None:
+    memory = HostMemory(owner=0)
+    states = [training_state(), {"w": torch.arange(5)}, training_state(), {"w": torch.ones(2, 3).t()}]
+    for step, state in enumerate(states):
+        before = memory.latest
+        copy = memory.begin(step, STATE, state).finish()
+        assert same(copy.load(), dict(state)) and memory.latest is copy
+        assert before is None or same(before.load(), dict(states[step - 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("held", [True, False])
+def test_on_a_device_every_kind_of_tensor_is_the_one_of_its_capture(held: bool) -> None:
+    """Many sizes and dtypes, overwritten as soon as may be: after `hold`, or once the copy is complete."""
+    memory = HostMemory(owner=0)
+    sizes = [(), (0, 3), (7,), (3, 5), (1 << 14, 4), (1 << 20,)]
+    live: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64):
+        for shape in sizes:
+            value = torch.randn(shape, device="cuda") * 100
+            live[f"{dtype}{shape}"] = value.to(dtype)
+            live[f"host{dtype}{shape}"] = value.to("cpu", dtype)
+    live["turned"] = torch.randn(300, 200, device="cuda").t()
+    for step in range(6):
+        wanted = {name: tensor.cpu().clone() for name, tensor in live.items()}
+        capture = memory.begin(step, STATE, live)
+        if held:
+            capture.hold()
+        copy = None if held else capture.finish()
+        for tensor in live.values():
+            tensor.copy_(torch.roll(tensor.flatten(), 1).view(tensor.shape).logical_not())
+        assert same((copy or capture.finish()).load(), wanted)
 
 
 def test_damage_in_memory_is_found() -> None:

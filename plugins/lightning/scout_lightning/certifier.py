@@ -19,11 +19,11 @@ SENTINEL = "scout-verified"
 def state_at_save(*, outcome: Outcome | None, checked_now: bool, failing: bool) -> tuple[TrustState, str]:
     """The state of a checkpoint that is saved now, and why. Pure.
 
-    `outcome`: what the job's newest check came to, None before the first; `checked_now`: it was of this very state;
-    `failing`: an exception is on its way through the job.
+    `outcome`: what the job's newest check came to, None before the first, and SDC ever since one found it;
+    `checked_now`: it was of this very state; `failing`: an exception is on its way through the job.
     """
     if outcome is Outcome.SDC:
-        return TrustState.QUARANTINED, "corruption was found, and no later check was clean"
+        return TrustState.QUARANTINED, "corruption was found before in this fit"
     if failing:
         return TrustState.CANDIDATE, "saved while the job was failing; not certified"
     if checked_now and outcome is not None and outcome.accepts:
@@ -69,7 +69,13 @@ class Certifier:
                 vars(owner).pop(name, None)
 
     def judged(self, outcome: Outcome, step: int) -> None:
-        """The job's verdict on the state after optimizer step `step`; equal on every rank, local."""
+        """The job's verdict on the state after optimizer step `step`; equal on every rank, local.
+
+        Corruption stays until another fit begins: gathered or reduced, a wrong value is soon everywhere, and peers
+        that all hold it agree again; and a check looks at a part of the state only.
+        """
+        if self.outcome is Outcome.SDC:
+            outcome = Outcome.SDC
         self.outcome, self.checked_step = outcome, step
         if outcome is Outcome.INCONCLUSIVE:
             return

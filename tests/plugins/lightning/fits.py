@@ -18,10 +18,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -57,7 +58,8 @@ class PoolEnvironment(LightningEnvironment):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One fit. `fault_at`: on rank `fault_rank` a weight flips a bit after this many optimizer steps."""
+    """One fit. `fault_at`: on rank `fault_rank` a weight flips a bit after this many optimizer steps. `look`: a check
+    off schedule after this one."""
 
     folder: Path
     steps: int = 4
@@ -68,6 +70,7 @@ class Fit:
     checkpoint: dict[str, Any] | None = None
     fault_at: int | None = None
     fault_rank: int = 2
+    look: int | None = None
     on_fault: str = "report"
     ckpt_path: str | None = None
     accumulate: int = 1
@@ -145,7 +148,10 @@ class Module(L.LightningModule):
             return [torch.optim.SGD(self.net.blocks.parameters(), 0.1), torch.optim.AdamW(self.net.head.parameters())]
         if self.fit.mode == "lbfgs":
             return torch.optim.LBFGS(self.parameters(), max_iter=2)
-        return torch.optim.AdamW(self.parameters(), 1e-2, fused=self.fit.mode == "fp16_fused")
+        flat = self.fit.layout == "fsdp1_flat"  # the optimizer is to own what FSDP made of the parameters
+        return torch.optim.AdamW(
+            (self.trainer.model if flat else self).parameters(), 1e-2, fused=self.fit.mode == "fp16_fused"
+        )
 
 
 class Sharded(Module):
@@ -167,16 +173,72 @@ class Sharded(Module):
                 fully_shard(part, mesh=data)
 
 
+class CpuFsdp(FSDPStrategy):
+    """Lightning's FSDP1 on the CPU, which it refuses; torch does not."""
+
+    def setup_environment(self) -> None:
+        shape = self.kwargs.pop("device_mesh", None)
+        super().setup_environment()
+        if shape is not None:
+            self.kwargs["device_mesh"] = init_device_mesh("cpu", shape)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.sharding_strategy,
+            mixed_precision=self.mixed_precision_config,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+
+FSDP1 = {
+    "fsdp1": {"auto_wrap_policy": {nn.Sequential}},
+    "fsdp1_one_unit": {},
+    "fsdp1_hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "auto_wrap_policy": {nn.Linear}},
+    "fsdp1_flat": {"use_orig_params": False},
+    "fsdp1_replicated": {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": {nn.Sequential}},
+}
+
+
+def strategy_of(fit: Fit) -> Any:
+    if fit.layout == "ddp":
+        return DDPStrategy(find_unused_parameters=True)
+    if fit.layout in FSDP1:
+        # the check refuses every accelerator but GPUs, before the strategy is asked anything
+        _AcceleratorConnector._check_strategy_and_fallback = lambda self: None  # type: ignore[method-assign]
+        return CpuFsdp(state_dict_type="sharded", **FSDP1[fit.layout])
+    return ModelParallelStrategy(*LAYOUTS[fit.layout])
+
+
 LAYOUTS = {"hsdp": (4, 1), "fsdp": (4, 1), "tp": (1, 4), "fsdp_tp": (2, 2)}
 
 
 class Corrupt(L.Callback):
     def __init__(self, fit: Fit) -> None:
         self.fit = fit
+        self.done = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        if trainer.global_step == self.fit.fault_at and trainer.global_rank == self.fit.fault_rank:
-            corrupt_weight(pl_module.net.blocks[1][0].weight, element=3, bit=20)
+        due = trainer.global_step == self.fit.fault_at and trainer.global_rank == self.fit.fault_rank
+        if due and not self.done:
+            weight = pl_module.net.blocks[1][0].weight
+            corrupt_weight(weight, element=3, bit=20 if weight.dtype is torch.float32 else 10)
+            self.done = True
+
+
+class Look(L.Callback):
+    """Once the optimizer has stepped `look` times: the whole catalog, as a recovery would ask for it."""
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+        self.found: tuple[str, bool] | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        scouts = [one.scout for one in trainer.callbacks if isinstance(one, ScoutCallback) and one.scout is not None]
+        if scouts and self.found is None and scouts[0].step_count == self.fit.look:
+            result = scouts[0].check_now()
+            self.found = (result.status.value, result.complete)
 
 
 @contextmanager
@@ -220,10 +282,7 @@ def run(fit: Fit) -> dict[str, Any]:
 
 def _run(fit: Fit) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
-    if fit.layout == "ddp":
-        module, strategy = Module(fit), DDPStrategy(find_unused_parameters=True)
-    else:
-        module, strategy = Sharded(fit), ModelParallelStrategy(*LAYOUTS[fit.layout])
+    module = Sharded(fit) if fit.layout in LAYOUTS else Module(fit)
     ours = [
         ScoutCallback(fit.every, fit.folder / "scout", {"oob": {"oob_enabled": fit.oob}}, on_fault=fit.on_fault)
         for _ in range(fit.callbacks if fit.scout else 0)
@@ -232,6 +291,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         [] if fit.checkpoint is None else [ModelCheckpoint(fit.folder / "ckpt", filename="{step}", **fit.checkpoint)]
     )
     order = [*saver, *ours] if fit.scout_last else [*ours, *saver]
+    looker = Look(fit)
     if fit.mode.startswith("fp16"):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         plugins: list[Any] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
@@ -240,13 +300,13 @@ def _run(fit: Fit) -> dict[str, Any]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategy,
+        strategy=strategy_of(fit),
         plugins=[PoolEnvironment(), *plugins, *fit.plugins],
         max_steps=fit.steps,
         max_epochs=-1,
         accumulate_grad_batches=fit.accumulate,
         gradient_clip_val=fit.clip,
-        callbacks=[Corrupt(fit), *order],
+        callbacks=[Corrupt(fit), looker, *order],
         logger=False,
         default_root_dir=str(fit.folder),
         enable_checkpointing=fit.checkpoint is not None,
@@ -288,6 +348,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         "ended": ended,
         "steps": seen.get("steps"),
         "checks": seen.get("checks"),
+        "looked": looker.found,
         "attached": seen.get("attached"),
         "watched": seen.get("watched"),
         "phases": sorted(module.phases),

@@ -160,6 +160,8 @@ class Recorder:
 
     def _recompute(self, plan: Plan, keep: bool) -> dict[str, Invocation | None]:
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in ("embedding", "hidden", "output")]
+        if not recipes:
+            return {}
         modules = [self.module(recipe)[1] for recipe in recipes]
         running = [self._running[recipe.recipe_id] for recipe in recipes]
         with preserved_state():

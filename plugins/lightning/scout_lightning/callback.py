@@ -144,7 +144,14 @@ class ScoutCallback(Callback):
         if running is None or running is self._watched or not getattr(running, "iterators", None):
             return
         self._watched = running
-        running.iterators = [iter(self.scout.instrument_dataloader(one, name="train")) for one in running.iterators]
+        running.iterators = [iter(one) for one in self._watched_loaders(running.iterators)]
+        running.iterables = self._watched_loaders(running.iterables)  # of which shorter ones begin anew
+
+    def _watched_loaders(self, loaders: list[Any]) -> list[Any]:
+        """Each with a name of its own where there are several."""
+        assert self.scout is not None
+        names = [f"train[{i}]" if len(loaders) > 1 else "train" for i in range(len(loaders))]
+        return [self.scout.instrument_dataloader(one, name=name) for one, name in zip(loaders, names, strict=True)]
 
     def _count(self, *_: Any) -> None:
         self._steps += 1

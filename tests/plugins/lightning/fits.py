@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +16,19 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -27,6 +36,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from scout_core.faults import corrupt_weight
+from scout_core.oob.writer import Publisher
 from scout_core.replay.local_tensors import local_part
 from scout_lightning import ScoutCallback
 
@@ -83,6 +93,8 @@ class Fit:
     trainer: dict[str, Any] = field(default_factory=dict)
     plugins: tuple[Any, ...] = ()
     layout: str = "ddp"
+    extras: tuple[str, ...] = ()
+    prog_bar: bool = False
 
 
 class Net(nn.Module):
@@ -113,7 +125,7 @@ class Module(L.LightningModule):
                 self.phases.add((where, scout._oob._publisher.phase.name))
 
     def loss(self, batch: Any) -> torch.Tensor:
-        (ids,) = batch
+        (ids,) = batch["a"] if isinstance(batch, dict) else batch
         return nn.functional.cross_entropy(self.net(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -124,6 +136,8 @@ class Module(L.LightningModule):
                 raise RuntimeError("user code failed")
             os.kill(os.getpid(), signal.SIGTERM)
         loss = self.loss(batch)
+        if "early_stopping" in self.fit.extras:
+            self.log("unchanging", 1.0, on_step=False, on_epoch=True)
         if self.fit.mode.startswith("fp16") and index < 2:
             loss = loss * float("inf")
         if not self.automatic_optimization:
@@ -241,6 +255,32 @@ class Look(L.Callback):
             self.found = (result.status.value, result.complete)
 
 
+class SeeBar(L.Callback):
+    """How far the progress bar of this rank came, and what it shows."""
+
+    def __init__(self) -> None:
+        self.done = -1.0
+        self.shown: list[str] = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        bar = trainer.progress_bar_callback
+        if bar is None or not trainer.is_global_zero:
+            return
+        if isinstance(bar, RichProgressBar):
+            self.done = bar.progress.tasks[0].completed
+        else:
+            self.done = bar.train_progress_bar.n
+        self.shown = sorted(name for name in bar.get_metrics(trainer, pl_module) if name.startswith("scout/"))
+
+
+EXTRAS = {
+    "early_stopping": lambda: EarlyStopping("unchanging", patience=1, check_on_train_epoch_end=True),
+    "accumulation": lambda: GradientAccumulationScheduler({0: 2, 1: 1}),
+    "tqdm": TQDMProgressBar,
+    "rich": RichProgressBar,
+}
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -252,10 +292,10 @@ def quiet() -> Iterator[None]:
 class Loader:
     """This rank's batches, and its position: Lightning keeps that of a loader which has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int | None = None) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         ids = torch.randint(0, WORDS, (256, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-        self.batches = [(part,) for part in ids[rank::world].split(2)]
+        self.batches = [(part,) for part in ids[rank::world].split(2)][:length]
         self.position = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -284,7 +324,13 @@ def _run(fit: Fit) -> dict[str, Any]:
     L.seed_everything(0, verbose=False)
     module = Sharded(fit) if fit.layout in LAYOUTS else Module(fit)
     ours = [
-        ScoutCallback(fit.every, fit.folder / "scout", {"oob": {"oob_enabled": fit.oob}}, on_fault=fit.on_fault)
+        ScoutCallback(
+            fit.every,
+            fit.folder / "scout",
+            {"oob": {"oob_enabled": fit.oob}},
+            on_fault=fit.on_fault,
+            prog_bar=fit.prog_bar,
+        )
         for _ in range(fit.callbacks if fit.scout else 0)
     ]
     saver = (
@@ -297,24 +343,32 @@ def _run(fit: Fit) -> dict[str, Any]:
         plugins: list[Any] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     else:
         plugins = []
+    bar = SeeBar()
+    options = {"max_steps": fit.steps, "max_epochs": -1, "accumulate_grad_batches": fit.accumulate}
+    if fit.validate:
+        options |= {"limit_val_batches": 1, "val_check_interval": 1}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy_of(fit),
         plugins=[PoolEnvironment(), *plugins, *fit.plugins],
-        max_steps=fit.steps,
-        max_epochs=-1,
-        accumulate_grad_batches=fit.accumulate,
         gradient_clip_val=fit.clip,
-        callbacks=[Corrupt(fit), looker, *order],
-        logger=False,
+        callbacks=[Corrupt(fit), looker, *order, bar, *(EXTRAS[name]() for name in fit.extras if name in EXTRAS)],
+        logger=CSVLogger(fit.folder / "csv") if "csv" in fit.extras else False,
         default_root_dir=str(fit.folder),
         enable_checkpointing=fit.checkpoint is not None,
-        enable_progress_bar=False,
+        enable_progress_bar=bool({"tqdm", "rich"} & set(fit.extras)),
         enable_model_summary=False,
-        **({"limit_val_batches": 1, "val_check_interval": 1} if fit.validate else {}),
-        **fit.trainer,
+        **{**options, **fit.trainer},
     )
+    batches = (
+        CombinedLoader({"a": Loader(), "b": Loader(2)}, "max_size_cycle") if "combined" in fit.extras else Loader()
+    )
+    if fit.mode == "compiled_net":
+        module.net = torch.compile(module.net, backend="eager")
+    elif fit.mode == "compiled_in_place":
+        module.net.compile(backend="eager")
+    fitted = torch.compile(module, backend="eager") if fit.mode == "compiled_module" else module
     ended: str | int | None = None
     handles = ours[:1]
     seen: dict[str, Any] = {}
@@ -329,15 +383,24 @@ def _run(fit: Fit) -> dict[str, Any]:
             seen.update(checks=self._checks, metrics=dict(trainer.callback_metrics))
         original(self)
 
+    entered: Counter[str] = Counter()
+    original_enter = Publisher.enter
+
+    def enter(self: Publisher, activity: Any, name: str, usual_ns: int) -> None:
+        entered[name] += 1
+        original_enter(self, activity, name, usual_ns)
+
     ScoutCallback._close = remember  # type: ignore[method-assign]
+    Publisher.enter = enter  # type: ignore[method-assign]
     try:
-        trainer.fit(module, Loader(), Loader() if fit.validate else None, ckpt_path=fit.ckpt_path)
+        trainer.fit(fitted, batches, Loader() if fit.validate else None, ckpt_path=fit.ckpt_path)
     except (RuntimeError, SystemExit, KeyboardInterrupt) as error:
         ended = error.code if isinstance(error, SystemExit) else str(error)
         for one in handles:
             one._close()
     finally:
         ScoutCallback._close = original  # type: ignore[method-assign]
+        Publisher.enter = original_enter  # type: ignore[method-assign]
     states = [s for o in trainer.optimizers for s in o.state_dict()["state"].values()] if ended is None else []
     result = seen.get("result")
     return {
@@ -349,7 +412,9 @@ def _run(fit: Fit) -> dict[str, Any]:
         "steps": seen.get("steps"),
         "checks": seen.get("checks"),
         "looked": looker.found,
+        "bar": (bar.done, bar.shown),
         "attached": seen.get("attached"),
+        "entered": entered,
         "watched": seen.get("watched"),
         "phases": sorted(module.phases),
         "metrics": {k: float(v) for k, v in seen.get("metrics", {}).items() if k.startswith("scout/")},

@@ -125,10 +125,10 @@ def test_deepspeed_names_the_plugin_that_it_needs() -> None:
 
 
 def test_observers_are_told_of_validation_checkpoints_and_loaders(pool: RankPool, tmp_path: Path) -> None:
-    fit = Fit(
-        folder=tmp_path, oob=True, validate=True, steps=3, checkpoint={"every_n_train_steps": 1, "save_top_k": -1}
-    )
+    every = {"every_n_train_steps": 1, "save_top_k": -1}
+    fit = Fit(folder=tmp_path, oob=True, validate=True, steps=3, checkpoint=every, extras=("combined",))
     for rank, one in enumerate(pool.run(run, fit, timeout=180)):
         assert one["reports"] == [] and one["status"] == ("Agree", True, True)
         assert one["phases"] == [("training", "TRAIN"), ("validation", "EVAL")], rank
-        assert {"train", "lightning"} <= set(one["watched"])
+        assert {"train[0]", "train[1]", "lightning"} <= set(one["watched"])
+        assert one["entered"]["train[1]"] == one["entered"]["train[0]"] + 2  # it ended once and began anew

@@ -93,25 +93,34 @@ class Certifier:
         state, reason = state_at_save(
             outcome=self.outcome, checked_now=self.checked_step == self.step(), failing=self.failing
         )
-        if self._ledger is not None:
-            self._ledger.set_aside(path)
+        ledger = self._ledger
+        if ledger is not None:
+            self._after_writes(lambda: ledger.set_aside(path))
             for old in self._waiting:
                 old.gone = old.gone or old.path == path
         with self.io():
             self._save(checkpoint, filepath, storage_options=storage_options)
-        if self._ledger is None:
+        if ledger is None:
             return
         entry = Entry(path=path, step=int(checkpoint["global_step"]), state=state, reason=reason)
         if state is TrustState.CANDIDATE and not self.failing:
             self._waiting.append(entry)
-        ledger = self._ledger
-        # the executor of AsyncCheckpointIO has one worker, so this comes after the write (Lightning 2.5 to 2.6)
-        executor = getattr(self._strategy.checkpoint_io, "_executor", None)
-        if executor is not None:
-            executor.submit(ledger.complete, entry)
-        else:
-            ledger.complete(entry)
+        if self._writer is not None and state is TrustState.RECOVERY_VERIFIED:
+            ledger.expect(entry)
+        self._after_writes(lambda: ledger.complete(entry))
         self._delete_superseded()
+
+    @property
+    def _writer(self) -> Any:
+        """The executor of AsyncCheckpointIO, from its first write on; it has one worker (Lightning 2.5 to 2.6)."""
+        return getattr(self._strategy.checkpoint_io, "_executor", None)
+
+    def _after_writes(self, work: Callable[[], None]) -> None:
+        """Now, or once everything is written that was saved before."""
+        if self._writer is not None:
+            self._writer.submit(work)
+        else:
+            work()
 
     def _removing(self, filepath: Any) -> None:
         ledger = self._ledger

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
@@ -91,7 +91,6 @@ class Fit:
     oob: bool = False
     validate: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
-    plugins: tuple[Any, ...] = ()
     layout: str = "ddp"
     extras: tuple[str, ...] = ()
     prog_bar: bool = False
@@ -351,7 +350,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy_of(fit),
-        plugins=[PoolEnvironment(), *plugins, *fit.plugins],
+        plugins=[PoolEnvironment(), *plugins, *([AsyncCheckpointIO()] if "async" in fit.extras else [])],
         gradient_clip_val=fit.clip,
         callbacks=[Corrupt(fit), looker, *order, bar, *(EXTRAS[name]() for name in fit.extras if name in EXTRAS)],
         logger=CSVLogger(fit.folder / "csv") if "csv" in fit.extras else False,

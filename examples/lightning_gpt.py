@@ -67,6 +67,10 @@ class Training(L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
+    def on_train_end(self) -> None:
+        if self.trainer.is_global_zero:  # here, since the process that starts `ddp_spawn` never trains
+            print(f"ended at step {self.trainer.global_step}", flush=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
@@ -74,6 +78,7 @@ class Training(L.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "ddp_fork", "ddp_spawn"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--corrupt", type=int, default=None, metavar="RANK")
     parser.add_argument("--folder", type=Path, default=Path("lightning_gpt"))
@@ -85,7 +90,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=given.devices,
-        strategy="ddp",
+        strategy=given.strategy,
         max_steps=given.steps,
         logger=False,
         callbacks=[
@@ -96,8 +101,6 @@ def main() -> None:
         ],
     )
     trainer.fit(Training(given.corrupt), data, ckpt_path="scout-verified")
-    if trainer.is_global_zero:
-        print(f"ended at step {trainer.global_step}")
 
 
 if __name__ == "__main__":

@@ -158,6 +158,10 @@ class FrameworkAdapter(ABC):
         """
         return False
 
+    def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """The shape of a live parameter once `materialize` made it whole: what peers must have alike. Local."""
+        return tuple(parameter.shape)
+
     def materialize(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which all parameters of `module` are whole and no wrapper's hooks stand on it.
 

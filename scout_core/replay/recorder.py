@@ -160,6 +160,8 @@ class Recorder:
 
     def _recompute(self, plan: Plan, keep: bool) -> dict[str, Invocation | None]:
         recipes = [recipe for recipe in plan.recipes if recipe.recipe_class in ("embedding", "hidden", "output")]
+        if not recipes:
+            return {}
         modules = [self.module(recipe)[1] for recipe in recipes]
         running = [self._running[recipe.recipe_id] for recipe in recipes]
         with preserved_state():
@@ -184,11 +186,17 @@ class Recorder:
             return RecipeContract(readiness=Readiness.NO_CAPTURE)
         return RecipeContract(
             readiness=Readiness.READY,
-            identity=structure_signature([(r.recipe_id, _description(*self.module(r))) for r in recipes]),
+            identity=structure_signature([(r.recipe_id, self._description(*self.module(r))) for r in recipes]),
             capture_step=present[0].step,
             structure=structure_signature([invocation.structure() for invocation in present]),
             shape=structure_signature([invocation.shape() for invocation in present]),
         )
+
+    def _description(self, name: str, module: nn.Module) -> str:
+        """What two peers' modules must have alike to be replayed against each other. As text, quick to sign."""
+        whole = self._adapter.whole_shape
+        parameters = [(n, whole(p), p.dtype, p.requires_grad) for n, p in module.named_parameters()]
+        return repr((name, parameters, [(n, b.shape, b.dtype) for n, b in module.named_buffers()]))
 
     def begin_rest(self) -> None:
         """Right after an optimizer step: watch the next window of owned state until the following step."""
@@ -253,12 +261,6 @@ class Recorder:
             structure=structure_signature(",".join(str(t.dtype) for _, _, t in prepared.state)),
             shape=structure_signature(",".join(f"{piece.index}:{piece.start}:{piece.stop}" for piece in pieces)),
         )
-
-
-def _description(name: str, module: nn.Module) -> str:
-    """What two peers' modules must have alike to be replayed against each other. Text, since it is quick to sign."""
-    parameters = [(n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()]
-    return repr((name, parameters, [(n, b.shape, b.dtype) for n, b in module.named_buffers()]))
 
 
 def default_state_budget_mib(tensors: Sequence[tuple[str, str, torch.Tensor]]) -> int:

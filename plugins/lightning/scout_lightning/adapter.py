@@ -15,6 +15,11 @@ from scout_core.pytorch import PyTorchAdapter
 from scout_core.pytorch.discovery import unwrap
 from scout_core.replay.isolation import is_compiled
 
+_ALL_COMPILED = (
+    "the LightningModule itself is compiled, so its layers are not replayed; optimizer updates and live state are "
+    "compared; compile the network inside it, as self.net.compile() does, to have layers replayed"
+)
+
 
 class LightningAdapter(PyTorchAdapter):
     """Of one `LightningModule`, as its strategy wrapped it, and its first optimizer, whose steps are the boundaries.
@@ -36,8 +41,11 @@ class LightningAdapter(PyTorchAdapter):
         """The network inside the `LightningModule` is the root where it is the only child: its call is one pass.
 
         The call of a `LightningModule` stands for `training_step` under some strategies and for `forward` otherwise.
+        Where `training_step` itself is compiled, hooks on what it calls change its code, or never run: there are none.
         """
         found = super().surfaces()
+        if getattr(found.plain_root, "_compiler_ctx", None) is not None:  # Lightning 2.0 to 2.6
+            return Surfaces(root=found.root, plain_root=found.plain_root, notes=(_ALL_COMPILED,))
         network = _only_network(found.plain_root)
         if network is None:
             return found

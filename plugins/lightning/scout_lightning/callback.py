@@ -6,6 +6,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
@@ -21,6 +22,7 @@ from scout_lightning.adapter import LightningAdapter
 from scout_lightning.certifier import Certifier
 from scout_lightning.configuration import due_between, scout_config
 from scout_lightning.frameworks import Callback
+from scout_lightning.fsdp1 import FlatShardsAdapter, units
 from scout_lightning.randomness import own_state, restore
 
 logger = logging.getLogger("scout")
@@ -122,10 +124,12 @@ class ScoutCallback(Callback):
         if len(trainer.optimizers) > 1:
             logger.warning("SCOUT: steps of the first optimizer are the boundaries; states of others are not compared")
         settings = ScoutConfig.build(self._config, run_dir=self._config.run_dir or self._place)
-        adapter = LightningAdapter(trainer.strategy.model, optimizer, settings.replay, first_step=self._steps)
+        model = trainer.strategy.model
+        kind = FlatShardsAdapter if units(model) else LightningAdapter
+        adapter = kind(model, optimizer, settings.replay, first_step=self._steps)
         self._channel = JobChannel(settings.trust.agreement_timeout_s, "lightning")
         self._counter = optimizer.register_step_post_hook(self._count)
-        self.scout = scout = scout_core.attach(trainer.strategy.model, optimizer, settings, adapter=adapter)
+        self.scout = scout = scout_core.attach(model, optimizer, settings, adapter=adapter)
         self._first_global = trainer.global_step
         self._certifier.io = lambda: scout.checkpoint_io("write", name="lightning")
         if self._random is not None:
@@ -140,7 +144,14 @@ class ScoutCallback(Callback):
         if running is None or running is self._watched or not getattr(running, "iterators", None):
             return
         self._watched = running
-        running.iterators = [iter(self.scout.instrument_dataloader(one, name="train")) for one in running.iterators]
+        running.iterators = [iter(one) for one in self._watched_loaders(running.iterators)]
+        running.iterables = self._watched_loaders(running.iterables)  # of which shorter ones begin anew
+
+    def _watched_loaders(self, loaders: list[Any]) -> list[Any]:
+        """Each with a name of its own where there are several."""
+        assert self.scout is not None
+        names = [f"train[{i}]" if len(loaders) > 1 else "train" for i in range(len(loaders))]
+        return [self.scout.instrument_dataloader(one, name=name) for one, name in zip(loaders, names, strict=True)]
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
@@ -229,9 +240,8 @@ class ScoutCallback(Callback):
 
 def _refusal(trainer: Any) -> str | None:
     """Why this trainer's strategy cannot be watched, with what to do instead."""
-    names = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-    if "FSDPStrategy" in names:
-        return "FSDP1 flattens parameters, which peers cannot compare; use ModelParallelStrategy with fully_shard"
-    if "DeepSpeedStrategy" in names:
-        return "the deepspeed strategy is not covered by this plugin"
-    return None
+    if "DeepSpeedStrategy" not in {kind.__name__ for kind in type(trainer.strategy).__mro__}:
+        return None
+    if find_spec("scout_deepspeed") is None:
+        return "the deepspeed strategy needs scout_deepspeed, which is not installed"
+    return "the deepspeed strategy is watched by scout_deepspeed, through DeepSpeed's own configuration"

@@ -19,11 +19,11 @@ SENTINEL = "scout-verified"
 def state_at_save(*, outcome: Outcome | None, checked_now: bool, failing: bool) -> tuple[TrustState, str]:
     """The state of a checkpoint that is saved now, and why. Pure.
 
-    `outcome`: what the job's newest check came to, None before the first; `checked_now`: it was of this very state;
-    `failing`: an exception is on its way through the job.
+    `outcome`: what the job's newest check came to, None before the first, and SDC ever since one found it;
+    `checked_now`: it was of this very state; `failing`: an exception is on its way through the job.
     """
     if outcome is Outcome.SDC:
-        return TrustState.QUARANTINED, "corruption was found, and no later check was clean"
+        return TrustState.QUARANTINED, "corruption was found before in this fit"
     if failing:
         return TrustState.CANDIDATE, "saved while the job was failing; not certified"
     if checked_now and outcome is not None and outcome.accepts:
@@ -69,7 +69,13 @@ class Certifier:
                 vars(owner).pop(name, None)
 
     def judged(self, outcome: Outcome, step: int) -> None:
-        """The job's verdict on the state after optimizer step `step`; equal on every rank, local."""
+        """The job's verdict on the state after optimizer step `step`; equal on every rank, local.
+
+        Corruption stays until another fit begins: gathered or reduced, a wrong value is soon everywhere, and peers
+        that all hold it agree again; and a check looks at a part of the state only.
+        """
+        if self.outcome is Outcome.SDC:
+            outcome = Outcome.SDC
         self.outcome, self.checked_step = outcome, step
         if outcome is Outcome.INCONCLUSIVE:
             return
@@ -87,25 +93,34 @@ class Certifier:
         state, reason = state_at_save(
             outcome=self.outcome, checked_now=self.checked_step == self.step(), failing=self.failing
         )
-        if self._ledger is not None:
-            self._ledger.set_aside(path)
+        ledger = self._ledger
+        if ledger is not None:
+            self._after_writes(lambda: ledger.set_aside(path))
             for old in self._waiting:
                 old.gone = old.gone or old.path == path
         with self.io():
             self._save(checkpoint, filepath, storage_options=storage_options)
-        if self._ledger is None:
+        if ledger is None:
             return
         entry = Entry(path=path, step=int(checkpoint["global_step"]), state=state, reason=reason)
         if state is TrustState.CANDIDATE and not self.failing:
             self._waiting.append(entry)
-        ledger = self._ledger
-        # the executor of AsyncCheckpointIO has one worker, so this comes after the write (Lightning 2.5 to 2.6)
-        executor = getattr(self._strategy.checkpoint_io, "_executor", None)
-        if executor is not None:
-            executor.submit(ledger.complete, entry)
-        else:
-            ledger.complete(entry)
+        if self._writer is not None and state is TrustState.RECOVERY_VERIFIED:
+            ledger.expect(entry)
+        self._after_writes(lambda: ledger.complete(entry))
         self._delete_superseded()
+
+    @property
+    def _writer(self) -> Any:
+        """The executor of AsyncCheckpointIO, from its first write on; it has one worker (Lightning 2.5 to 2.6)."""
+        return getattr(self._strategy.checkpoint_io, "_executor", None)
+
+    def _after_writes(self, work: Callable[[], None]) -> None:
+        """Now, or once everything is written that was saved before."""
+        if self._writer is not None:
+            self._writer.submit(work)
+        else:
+            work()
 
     def _removing(self, filepath: Any) -> None:
         ledger = self._ledger

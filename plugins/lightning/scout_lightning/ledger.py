@@ -73,10 +73,17 @@ class Ledger:
         self._topology = topology
         self._lock = threading.RLock()
         self._replaced: list[Path] = []
+        self._pending: list[Entry] = []
+
+    def expect(self, entry: Entry) -> None:
+        """`complete` will be called once an asynchronous write has ended."""
+        with self._lock:
+            self._pending.append(entry)
 
     def complete(self, entry: Entry) -> None:
         """The bytes of this checkpoint are all on disk: write its manifest. A file that is not there has none."""
         with self._lock:
+            self._pending = [other for other in self._pending if other is not entry]
             if entry.gone:
                 return
             files = sorted(p for p in entry.path.rglob("*") if p.is_file()) if entry.path.is_dir() else [entry.path]
@@ -118,10 +125,13 @@ class Ledger:
                 logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, error)
 
     def is_last_resort(self, path: Path) -> bool:
-        """Whether this is the newest verified checkpoint, without which nothing could be trusted."""
+        """Whether this is the newest verified checkpoint, without which nothing could be trusted, or about to be it."""
         with self._lock:
-            verified = [m for m in self.store.all()[0] if m.state == TrustState.RECOVERY_VERIFIED.value]
-            return bool(verified) and _place(verified[0]) == path
+            return self._is_newest_verified(path) or any(entry.path == path for entry in self._pending)
+
+    def _is_newest_verified(self, path: Path) -> bool:
+        verified = [m for m in self.store.all()[0] if m.state == TrustState.RECOVERY_VERIFIED.value]
+        return bool(verified) and _place(verified[0]) == path
 
     def set_aside(self, path: Path) -> None:
         """Before `path` is written anew: what is known of it ends; the newest verified is moved aside, not lost."""
@@ -129,7 +139,7 @@ class Ledger:
             name = identity(path)
             if not self.store.path(name).exists():
                 return
-            if not self.is_last_resort(path):
+            if not self._is_newest_verified(path):
                 self.forget(path)
                 return
             old = self.store.read(name)

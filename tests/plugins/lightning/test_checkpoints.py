@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from scout_core.trust.manifest import ManifestStore, verify
 from scout_core.trust.states import Outcome, TrustState
@@ -126,14 +124,39 @@ def test_the_newest_verified_outlives_save_last_which_writes_over_it(pool: RankP
 
 
 @pytest.mark.distributed
-def test_an_asynchronous_write_is_certified_once_it_is_complete(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(run_async, tmp_path, timeout=120)
-    assert states(tmp_path) == dict.fromkeys([1, 2, 3, 4], "RECOVERY_VERIFIED")
-    assert all(verify(m) == [] for m in ManifestStore(tmp_path / "scout" / "manifests").all()[0])
+def test_asynchronous_writes_are_certified_once_complete_and_the_verified_one_is_never_lost(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    top, last = (
+        {"every_n_train_steps": 1, "save_top_k": 1},
+        {"every_n_train_steps": 1, "save_top_k": 0, "save_last": True},
+    )
+    fits = [
+        Fit(folder=tmp_path / "all", extras=("async",), checkpoint=ALL),
+        Fit(folder=tmp_path / "top", extras=("async",), checkpoint=top, fault_at=3, steps=6),
+        Fit(folder=tmp_path / "last", extras=("async",), checkpoint=last, fault_at=3, steps=6),
+    ]
+    pool.run(run_all, fits, timeout=120)
+    assert states(tmp_path / "all") == dict.fromkeys([1, 2, 3, 4], "RECOVERY_VERIFIED")
+    for name in ("all", "top", "last"):
+        assert all(verify(m) == [] for m in ManifestStore(tmp_path / name / "scout" / "manifests").all()[0])
+    for name in ("top", "last"):
+        found = latest_verified(tmp_path / name / "scout")
+        assert found is not None and torch.load(found, weights_only=True)["global_step"] == 3
 
 
-def run_async(folder: Path) -> dict[str, Any]:
-    return run(Fit(folder=folder, checkpoint=ALL, plugins=(AsyncCheckpointIO(),)))
+@pytest.mark.distributed
+def test_a_proven_candidate_is_what_a_corrupted_fit_goes_back_to(pool: RankPool, tmp_path: Path) -> None:
+    keep = {"every_n_train_steps": 1, "save_top_k": 1, "save_last": True, "save_on_exception": True}
+    fits = [
+        Fit(folder=tmp_path, every=2, checkpoint=keep, fault_at=3, steps=9, raise_at=7, scout_last=True),
+        Fit(folder=tmp_path, every=2, checkpoint=keep, steps=6, ckpt_path="scout-verified"),
+        Fit(folder=tmp_path / "whole", every=2, steps=6),
+    ]
+    for broken, resumed, healthy in pool.run(run_all, fits, timeout=120):
+        assert broken["ended"] == "user code failed" and ("sdc", (2,), 4) in broken["reports"]
+        assert resumed["checks"] == 2 and resumed["reports"] == []  # 4 and 6: from the checkpoint of step 2
+        assert same(resumed, healthy)
 
 
 @pytest.mark.distributed

@@ -119,17 +119,16 @@ def test_an_interrupt_or_sigterm_takes_the_hooks_off_and_leaves_lightning_its_an
         assert with_it["ended"] == without["ended"] and with_it["global_step"] == without["global_step"]
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
-def test_strategies_that_are_not_watched_say_so(name: str) -> None:
-    trainer = SimpleNamespace(strategy=type(name, (), {})())
-    assert _refusal(trainer) is not None and _refusal(SimpleNamespace(strategy=object())) is None
+def test_deepspeed_names_the_plugin_that_it_needs() -> None:
+    trainer = SimpleNamespace(strategy=type("Own", (type("DeepSpeedStrategy", (), {}),), {})())
+    assert "scout_deepspeed" in str(_refusal(trainer)) and _refusal(SimpleNamespace(strategy=object())) is None
 
 
 def test_observers_are_told_of_validation_checkpoints_and_loaders(pool: RankPool, tmp_path: Path) -> None:
-    fit = Fit(
-        folder=tmp_path, oob=True, validate=True, steps=3, checkpoint={"every_n_train_steps": 1, "save_top_k": -1}
-    )
+    every = {"every_n_train_steps": 1, "save_top_k": -1}
+    fit = Fit(folder=tmp_path, oob=True, validate=True, steps=3, checkpoint=every, extras=("combined",))
     for rank, one in enumerate(pool.run(run, fit, timeout=180)):
         assert one["reports"] == [] and one["status"] == ("Agree", True, True)
         assert one["phases"] == [("training", "TRAIN"), ("validation", "EVAL")], rank
-        assert {"train", "lightning"} <= set(one["watched"])
+        assert {"train[0]", "train[1]", "lightning"} <= set(one["watched"])
+        assert one["entered"]["train[1]"] == one["entered"]["train[0]"] + 2  # it ended once and began anew

@@ -23,8 +23,11 @@ def launch(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.distributed
-def test_the_example_stops_at_a_corrupt_rank(tmp_path: Path) -> None:
-    said = launch(tmp_path, "--corrupt=1", "--steps=20")
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp_fork", "ddp_spawn"))]
+)
+def test_the_example_stops_at_a_corrupt_rank(tmp_path: Path, strategy: str) -> None:
+    said = launch(tmp_path, "--corrupt=1", "--steps=20", f"--strategy={strategy}")
     assert "SCOUT sdc at step 15: rank 1:" in said and "ended at step 15" in said
     assert latest_verified(tmp_path / "scout") == str(tmp_path / "step=10.ckpt")
 

@@ -244,7 +244,8 @@ class PaceJudge:
     def _add_job(self, step: int, total: Times, loader: Times, work: Times) -> None:
         times, waits, works = ([value for value in row if value is not None] for row in (total, loader, work))
         if times:
-            self._job_times.append((statistics.median(times), statistics.median(waits) if waits else 0.0))
+            # of two ranks the lesser wait: a job that waits is one in which each rank does
+            self._job_times.append((statistics.median(times), statistics.median_low(waits) if waits else 0.0))
         if works:
             _add(self._job, step, statistics.median(works))
 

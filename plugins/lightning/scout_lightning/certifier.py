@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from scout_core.replay.guard import attempt
 from scout_core.trust.states import Outcome, TrustState
 from scout_lightning.ledger import Entry, Ledger, latest_verified
 
@@ -116,11 +117,11 @@ class Certifier:
         return getattr(self._strategy.checkpoint_io, "_executor", None)
 
     def _after_writes(self, work: Callable[[], None]) -> None:
-        """Now, or once everything is written that was saved before."""
+        """Now, or once everything is written that was saved before. A manifest that fails is logged, not raised."""
         if self._writer is not None:
-            self._writer.submit(work)
+            self._writer.submit(attempt, "recording a checkpoint", work)
         else:
-            work()
+            attempt("recording a checkpoint", work)
 
     def _removing(self, filepath: Any) -> None:
         ledger = self._ledger

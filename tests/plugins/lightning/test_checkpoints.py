@@ -134,7 +134,7 @@ def test_asynchronous_writes_are_certified_once_complete_and_the_verified_one_is
     fits = [
         Fit(folder=tmp_path / "all", extras=("async",), checkpoint=ALL),
         Fit(folder=tmp_path / "top", extras=("async",), checkpoint=top, fault_at=3, steps=6),
-        Fit(folder=tmp_path / "last", extras=("async",), checkpoint=last, fault_at=3, steps=6),
+        Fit(folder=tmp_path / "last", extras=("late",), checkpoint=last, fault_at=3, steps=6),
     ]
     pool.run(run_all, fits, timeout=120)
     assert states(tmp_path / "all") == dict.fromkeys([1, 2, 3, 4], "RECOVERY_VERIFIED")

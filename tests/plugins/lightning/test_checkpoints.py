@@ -160,6 +160,12 @@ def test_a_proven_candidate_is_what_a_corrupted_fit_goes_back_to(pool: RankPool,
 
 
 @pytest.mark.distributed
+def test_weights_alone_are_no_checkpoint_to_go_on_from(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(run, Fit(folder=tmp_path, checkpoint={**ALL, "save_weights_only": True}, every=2, steps=3), timeout=120)
+    assert states(tmp_path) == dict.fromkeys([1, 2, 3], "CANDIDATE")
+
+
+@pytest.mark.distributed
 def test_what_is_saved_on_an_exception_is_never_certified(pool: RankPool, tmp_path: Path) -> None:
     keep = {"every_n_train_steps": 100, "save_on_exception": True, "save_top_k": -1}
     for one in pool.run(run, Fit(folder=tmp_path, checkpoint=keep, raise_at=2), timeout=120):

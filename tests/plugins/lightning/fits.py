@@ -302,6 +302,17 @@ EXTRAS = {
 }
 
 
+class Errors(logging.Handler):
+    """What SCOUT could not do, and logged instead of raising it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -337,8 +348,13 @@ class Loader:
 
 def run(fit: Fit) -> dict[str, Any]:
     """The fit, and how it ended on this rank."""
-    with quiet():
-        return _run(fit)
+    errors = Errors()
+    logging.getLogger("scout").addHandler(errors)
+    try:
+        with quiet():
+            return {**_run(fit), "errors": errors.said}
+    finally:
+        logging.getLogger("scout").removeHandler(errors)
 
 
 def _run(fit: Fit) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import scout_core
 from scout_core.config import ConfigError, ScoutConfig
 from scout_core.manager_api import RESTART_EXIT_CODE, SCOUTFaultReport
+from scout_core.replay.guard import attempt
 from scout_core.trust.certify import JobVerdict, Vote, agree, outcome_of
 from scout_core.trust.channel import JobChannel
 from scout_core.trust.states import Outcome
@@ -100,12 +101,15 @@ class ScoutCallback(Callback):
             return
         checkpoint[_KEY] = kept = {"steps": self._steps, "run_id": self._run_id}
         if self._channel is not None and not self._certifier.failing:
-            kept["random"] = torch.tensor(self._channel.gather(own_state()))
+            rows = self._gather(own_state())
+            if rows is not None:
+                kept["random"] = torch.tensor(rows)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
         """The catalog goes on where the checkpoint left it."""
         kept = checkpoint.get(_KEY)
-        if self._certifier is not None and isinstance(kept, Mapping):
+        # while SCOUT is attached it counts on: tuners load what they saved in the middle of a fit
+        if self._certifier is not None and self.scout is None and isinstance(kept, Mapping):
             self._steps = self._seen = self._first = int(kept["steps"])
             self._run_id = str(kept["run_id"])
             rows = kept.get("random")
@@ -168,6 +172,8 @@ class ScoutCallback(Callback):
         if due is None:
             return
         verdict = self._vote(due)
+        if verdict is None:
+            return
         assert self._certifier is not None
         self._certifier.judged(verdict.outcome, due)
         self._checks += 1
@@ -176,13 +182,24 @@ class ScoutCallback(Callback):
         if verdict.outcome is Outcome.SDC:
             self._answer(trainer)
 
-    def _vote(self, due: int) -> JobVerdict:
+    def _gather(self, row: list[int]) -> list[list[int]] | None:
+        """Every rank's row; None when that failed, after which nothing is gathered any more. One all-gather."""
+        channel = self._channel
+        if channel is None:
+            return None
+        rows = attempt("gathering over all ranks", lambda: channel.gather(row)).value
+        if rows is None:
+            self._channel = None
+        return rows
+
+    def _vote(self, due: int) -> JobVerdict | None:
         """What the check after step `due` came to over all ranks; a rank whose checks stopped has nothing to say."""
-        assert self.scout is not None and self._channel is not None
+        assert self.scout is not None
         result = self.scout.last_result
         own = result if result is not None and result.step == due and self.scout.active else None
         vote = Vote(step=due, outcome=outcome_of(own), broken=own is None)
-        return agree([Vote.decode(row) for row in self._channel.gather(vote.encode())])
+        rows = self._gather(vote.encode())
+        return None if rows is None else agree([Vote.decode(row) for row in rows])
 
     def _answer(self, trainer: Any) -> None:
         """After corruption, on every rank alike. Raises `SystemExit` under `restart`."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from scout_core.replay.guard import attempt
 from scout_core.trust.states import Outcome, TrustState
 from scout_lightning.ledger import Entry, Ledger, latest_verified
 
@@ -55,18 +56,29 @@ class Certifier:
             strategy.remove_checkpoint,
             connector.resume_start,
         )
-        strategy.save_checkpoint = self._saving
-        strategy.remove_checkpoint = self._removing
-        connector.resume_start = self._resuming
+        self._closed = False
+        self._stands = [
+            (strategy, "save_checkpoint", self._saving),
+            (strategy, "remove_checkpoint", self._removing),
+            (connector, "resume_start", self._resuming),
+        ]
+        self._before = [vars(owner).get(name) for owner, name, _ in self._stands]
+        for owner, name, ours in self._stands:
+            setattr(owner, name, ours)
 
     def close(self) -> None:
-        """Take everything off the strategy and the connector. Local."""
-        for owner, names in (
-            (self._strategy, ("save_checkpoint", "remove_checkpoint")),
-            (self._connector, ("resume_start",)),
-        ):
-            for name in names:
-                vars(owner).pop(name, None)
+        """Take everything off the strategy and the connector. Local; may be called twice.
+
+        What others put there before comes back; what they put there since stays, and passes through.
+        """
+        self._closed = True
+        for (owner, name, ours), before in zip(self._stands, self._before, strict=True):
+            if vars(owner).get(name) != ours:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
     def judged(self, outcome: Outcome, step: int) -> None:
         """The job's verdict on the state after optimizer step `step`; equal on every rank, local.
@@ -89,10 +101,16 @@ class Certifier:
         self._delete_superseded()
 
     def _saving(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if self._closed:
+            self._save(checkpoint, filepath, storage_options=storage_options)
+            return
         path = Path(str(filepath)).absolute()
         state, reason = state_at_save(
             outcome=self.outcome, checked_now=self.checked_step == self.step(), failing=self.failing
         )
+        whole = "optimizer_states" in checkpoint
+        if not whole and state is TrustState.RECOVERY_VERIFIED:
+            state, reason = TrustState.CANDIDATE, "weights only; training cannot go on from it"
         ledger = self._ledger
         if ledger is not None:
             self._after_writes(lambda: ledger.set_aside(path))
@@ -103,7 +121,7 @@ class Certifier:
         if ledger is None:
             return
         entry = Entry(path=path, step=int(checkpoint["global_step"]), state=state, reason=reason)
-        if state is TrustState.CANDIDATE and not self.failing:
+        if state is TrustState.CANDIDATE and whole and not self.failing:
             self._waiting.append(entry)
         if self._writer is not None and state is TrustState.RECOVERY_VERIFIED:
             ledger.expect(entry)
@@ -116,15 +134,15 @@ class Certifier:
         return getattr(self._strategy.checkpoint_io, "_executor", None)
 
     def _after_writes(self, work: Callable[[], None]) -> None:
-        """Now, or once everything is written that was saved before."""
+        """Now, or once everything is written that was saved before. A manifest that fails is logged, not raised."""
         if self._writer is not None:
-            self._writer.submit(work)
+            self._writer.submit(attempt, "recording a checkpoint", work)
         else:
-            work()
+            attempt("recording a checkpoint", work)
 
     def _removing(self, filepath: Any) -> None:
         ledger = self._ledger
-        if ledger is None:
+        if ledger is None or self._closed:
             self._remove(filepath)
             return
         path = Path(str(filepath)).absolute()
@@ -144,7 +162,7 @@ class Certifier:
 
     def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Every rank calls; one broadcast for `scout-verified`, of what rank 0 found."""
-        if str(checkpoint_path) == SENTINEL:
+        if str(checkpoint_path) == SENTINEL and not self._closed:
             found = latest_verified(self._dirpath) if self._ledger is not None else None
             checkpoint_path = self._strategy.broadcast(found)
             logger.info("SCOUT: %s is %s", SENTINEL, checkpoint_path or "nothing: training starts from scratch")

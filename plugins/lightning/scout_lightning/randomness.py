@@ -15,12 +15,13 @@ _NUMPY = 625
 def own_state() -> list[int]:
     """This rank's generators (torch CPU, current CUDA device, `random`, numpy) as integers. Local.
 
-    A half-drawn Gaussian that `random` or numpy keep back is not part of it.
+    A half-drawn Gaussian that `random` or numpy keep back is not part of it, nor another global generator of numpy's
+    than its usual one.
     """
-    kind, keys, position, *_ = np.random.get_state()
-    if kind != "MT19937":
-        raise ValueError(f"numpy's generator is a {kind}, whose state is not known here")
-    row = [*random.getstate()[1], *(int(word) for word in keys), int(position)]
+    state = np.random.get_state(legacy=False)
+    usual = state["bit_generator"] == "MT19937"
+    words = [*map(int, state["state"]["key"]), int(state["state"]["pos"])] if usual else [0] * _NUMPY
+    row = [*random.getstate()[1], *words]
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     parts = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else torch.empty(0, dtype=torch.uint8)]
     for part in parts:
@@ -34,7 +35,8 @@ def restore(row: Sequence[int]) -> None:
     words = list(row)
     random.setstate((3, tuple(words[:_PYTHON]), None))
     keys, position = words[_PYTHON : _PYTHON + _NUMPY - 1], words[_PYTHON + _NUMPY - 1]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
+    if any(keys):
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, 0, 0.0))
     rest = words[_PYTHON + _NUMPY :]
     states = []
     for _ in range(2):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import lightning as L
@@ -205,6 +206,27 @@ class CpuFsdp(FSDPStrategy):
         )
 
 
+class LateWrites(AsyncCheckpointIO):
+    """A disk so slow that nothing is written before the fit has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = Event()
+
+    def _ensure_setup(self) -> None:
+        fresh = self._executor is None
+        super()._ensure_setup()
+        if fresh:
+            self._executor.submit(self.ended.wait, 60.0)  # type: ignore[union-attr]
+
+    def teardown(self) -> None:
+        self.ended.set()
+        super().teardown()
+
+
+WRITERS = {"async": AsyncCheckpointIO, "late": LateWrites}
+
+
 FSDP1 = {
     "fsdp1": {"auto_wrap_policy": {nn.Sequential}},
     "fsdp1_one_unit": {},
@@ -280,6 +302,17 @@ EXTRAS = {
 }
 
 
+class Errors(logging.Handler):
+    """What SCOUT could not do, and logged instead of raising it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -315,8 +348,13 @@ class Loader:
 
 def run(fit: Fit) -> dict[str, Any]:
     """The fit, and how it ended on this rank."""
-    with quiet():
-        return _run(fit)
+    errors = Errors()
+    logging.getLogger("scout").addHandler(errors)
+    try:
+        with quiet():
+            return {**_run(fit), "errors": errors.said}
+    finally:
+        logging.getLogger("scout").removeHandler(errors)
 
 
 def _run(fit: Fit) -> dict[str, Any]:
@@ -350,7 +388,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy_of(fit),
-        plugins=[PoolEnvironment(), *plugins, *([AsyncCheckpointIO()] if "async" in fit.extras else [])],
+        plugins=[PoolEnvironment(), *plugins, *(WRITERS[name]() for name in fit.extras if name in WRITERS)],
         gradient_clip_val=fit.clip,
         callbacks=[Corrupt(fit), looker, *order, bar, *(EXTRAS[name]() for name in fit.extras if name in EXTRAS)],
         logger=CSVLogger(fit.folder / "csv") if "csv" in fit.extras else False,

@@ -134,7 +134,7 @@ def test_asynchronous_writes_are_certified_once_complete_and_the_verified_one_is
     fits = [
         Fit(folder=tmp_path / "all", extras=("async",), checkpoint=ALL),
         Fit(folder=tmp_path / "top", extras=("async",), checkpoint=top, fault_at=3, steps=6),
-        Fit(folder=tmp_path / "last", extras=("async",), checkpoint=last, fault_at=3, steps=6),
+        Fit(folder=tmp_path / "last", extras=("late",), checkpoint=last, fault_at=3, steps=6),
     ]
     pool.run(run_all, fits, timeout=120)
     assert states(tmp_path / "all") == dict.fromkeys([1, 2, 3, 4], "RECOVERY_VERIFIED")
@@ -157,6 +157,12 @@ def test_a_proven_candidate_is_what_a_corrupted_fit_goes_back_to(pool: RankPool,
         assert broken["ended"] == "user code failed" and ("sdc", (2,), 4) in broken["reports"]
         assert resumed["checks"] == 2 and resumed["reports"] == []  # 4 and 6: from the checkpoint of step 2
         assert same(resumed, healthy)
+
+
+@pytest.mark.distributed
+def test_weights_alone_are_no_checkpoint_to_go_on_from(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(run, Fit(folder=tmp_path, checkpoint={**ALL, "save_weights_only": True}, every=2, steps=3), timeout=120)
+    assert states(tmp_path) == dict.fromkeys([1, 2, 3], "CANDIDATE")
 
 
 @pytest.mark.distributed

@@ -69,6 +69,7 @@ def test_a_sharded_checkpoint_resumes_with_the_same_bits_and_nothing_is_certifie
     assert states == {**dict.fromkeys([1, 2, 3], "RECOVERY_VERIFIED"), 4: "QUARANTINED", 5: "QUARANTINED"}
 
 
+@pytest.mark.slow
 def test_without_original_parameters_the_job_is_watched_and_nothing_certified(pool: RankPool, tmp_path: Path) -> None:
     fits = [Fit(folder=tmp_path, layout="fsdp1_flat", oob=True, steps=3, checkpoint=ALL)]
     for (one,) in pool.run(run_all, fits, timeout=120):

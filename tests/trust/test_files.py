@@ -16,7 +16,7 @@ from scout_core.trust.decision import RecoveryDecision
 from scout_core.trust.durable import CallbackContractError, CheckpointContext, GuardedCallbacks, TorchSaveCallbacks
 from scout_core.trust.files import UntrustedFile, file_digest, read_record, sealed, write_record
 from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, await_visible, describe, verify
-from scout_core.trust.run_record import RunFolder
+from scout_core.trust.run_record import RunFolder, RunRecord
 from scout_core.trust.shard import ShardRecord
 from tests.trust.test_gemini import shards, written
 
@@ -99,10 +99,11 @@ def test_fuzzed_records_are_refused_by_name(tmp_path: Path) -> None:
         (sealed(checkpoint(tmp_path)), Manifest),
         (sealed(decision()), RecoveryDecision),
         ((place / "state.json").read_bytes(), ShardRecord),
+        (sealed(RunRecord(run_id="run", attempt=1, judged={"3@0": "REJECTED"})), RunRecord),
     ]
     path = tmp_path / "record.json"
     for index in range(FUZZED):
-        data, kind = records[index % 3]
+        data, kind = records[index % 4]
         changed = mutate(data, draw)
         if changed == data:
             continue

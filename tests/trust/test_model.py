@@ -323,6 +323,17 @@ def test_a_candidate_of_an_earlier_attempt_is_not_promoted_with_its_step_of_this
     life.teardown()
 
 
+def test_a_candidate_falls_with_corruption_that_is_found_after_it_and_then_mended() -> None:
+    life = Life()
+    life.begins(dense=False, gemini=False, flush=False, repairs=True)
+    for corrupts in (True, False, False, False):
+        life.cycle(order=CATALOG, corrupts=corrupts, how="state_at_rest")
+        life.nothing_contaminated_is_verified_or_chosen()
+    states = {m.step: m.state for m in life.manifests().values()}
+    assert states[3] == "REJECTED" and "RECOVERY_VERIFIED" in states.values()
+    life.teardown()
+
+
 def test_of_two_attempts_captures_of_one_step_the_verified_one_is_loaded() -> None:
     life = Life()
     life.begins(dense=False, gemini=True, flush=False, repairs=False)

@@ -1,10 +1,12 @@
 """The whole loop: a wrong weight on rank 2, its step rejected, a restart by torchrun, and the bits of a healthy run.
 
-`python -m scout_core.demo.loop` starts torchrun twice; exit code 0 if every claim held, 1 if one did not.
+`python -m scout_core.demo.loop` starts torchrun twice; exit code 0 if every claim held, 1 if one did not. With
+`--run-dir DIR` both runs stay there, to be looked into with `scout trust ls DIR/faulty`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -62,18 +64,30 @@ def train(run_dir: Path, faulty: bool) -> None:
 
 def main() -> int:
     """Run both jobs and say what happened; returns the exit code."""
-    print(f"\nThe whole loop: a bit of {_WEIGHT} flips on rank {FAULTY_RANK} after step {FAULT_AFTER}.")
+    parser = argparse.ArgumentParser(prog="python -m scout_core.demo.loop", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep both runs there; a new or empty folder")
+    kept: Path | None = parser.parse_args().run_dir
+    if kept is not None and kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
+        parser.error(f"{kept} is in use; name a new or an empty folder")
+    print(f"\nThe whole loop: a bit of {_WEIGHT} flips on rank {FAULTY_RANK} after step {FAULT_AFTER}.", flush=True)
     with tempfile.TemporaryDirectory(prefix="scout-loop-") as folder:
-        healthy, broken = Path(folder, "healthy"), Path(folder, "faulty")
-        for run_dir, word in ((healthy, "healthy"), (broken, "faulty")):
-            try:
-                end = f"ended with exit code {code}" if (code := _torchrun(run_dir, word)) else ""
-            except subprocess.TimeoutExpired:
-                end = f"did not end within {_DEADLINE_S:g} s"
-            if end:
-                print(f"The {word} run {end}:\n{_tail(run_dir)}")
-                return 1
-        return _judge(healthy, broken)
+        return _run(kept or Path(folder), kept)
+
+
+def _run(folder: Path, kept: Path | None) -> int:
+    for word in ("healthy", "faulty"):
+        print(f"  ...  {RANKS} ranks under torchrun, {STEPS} steps, {word}; half a minute or so", flush=True)
+        try:
+            end = f"ended with exit code {code}" if (code := _torchrun(folder / word, word)) else ""
+        except subprocess.TimeoutExpired:
+            end = f"did not end within {_DEADLINE_S:g} s"
+        if end:
+            print(f"The {word} run {end}:\n{_tail(folder / word)}")
+            return 1
+    code = _judge(folder / "healthy", folder / "faulty")
+    if kept is not None:
+        print(f"Look into it: scout trust ls {kept / 'faulty'}, {kept / 'faulty' / 'events.jsonl'}")
+    return code
 
 
 def _judge(healthy: Path, broken: Path) -> int:
@@ -100,7 +114,8 @@ def _judge(healthy: Path, broken: Path) -> int:
 def _torchrun(run_dir: Path, word: str) -> int:
     run_dir.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["--max-restarts=1", "--monitor-interval=0.2", "-m", "scout_core.demo.loop", str(run_dir), word]
+    command += ["--max-restarts=1", "--monitor-interval=0.2", "-m", "scout_core.demo.loop", "train"]
+    command += [str(run_dir.absolute()), word]
     # attempts would else share one store, and a rank may read the address that a dead one left in it
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if Path("/sys/class/net/lo").exists():
@@ -142,7 +157,7 @@ def _tail(run_dir: Path) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        train(Path(sys.argv[1]), sys.argv[2] == "faulty")
+    if sys.argv[1:2] == ["train"]:  # one of torchrun's ranks
+        train(Path(sys.argv[2]), sys.argv[3] == "faulty")
     else:
         sys.exit(main())

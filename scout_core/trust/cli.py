@@ -12,6 +12,7 @@ import typer
 
 from scout_core.trust.decision import FailureKind
 from scout_core.trust.files import UntrustedFile, read_record
+from scout_core.trust.holdings import Holding, complete_steps
 from scout_core.trust.manifest import Manifest, ManifestStore, verify
 from scout_core.trust.run_record import RunRecord
 from scout_core.trust.selection import Available, Failure, select_recovery
@@ -43,6 +44,7 @@ def _ls(folder: Folder, as_json: AsJson = False) -> None:
     for place, record in _shards(folder, refused):
         state = _became(folder, record)
         rows.append({"source": "gemini", "step": record.step, "state": state, "id": str(place), "reason": ""})
+    rows.sort(key=lambda row: -int(str(row["step"])))
     if as_json:
         print(json.dumps({"checkpoints": rows, "refused": [str(error) for error in refused]}))
     else:
@@ -53,8 +55,12 @@ def _ls(folder: Folder, as_json: AsJson = False) -> None:
 
 
 def _show(folder: Folder, checkpoint_id: Annotated[str, typer.Argument(help="Its id, from ls.")]) -> None:
-    """Print one manifest as JSON. Exit code 2: there is none that can be trusted."""
+    """Print one manifest, or a shard's record without its structure, as JSON. Exit code 2: none can be trusted."""
+    shard = Path(checkpoint_id) / "state.json"
     try:
+        if shard.is_file():
+            print(json.dumps(read_record(shard, ShardRecord).model_dump(mode="json", exclude={"structure"}), indent=1))
+            return
         print(json.dumps(_store(folder).read(checkpoint_id).model_dump(mode="json"), indent=1))
     except UntrustedFile as error:
         _fail(str(error))
@@ -85,7 +91,11 @@ def _select(
     failure_kind: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(FailureKind))}.")] = "sdc",
     step: Annotated[int | None, typer.Option(help="The step of the failure. Default: after everything.")] = None,
 ) -> None:
-    """Print the decision for a failure, as JSON, from the durable manifests. Exit code 1: nothing to load."""
+    """Print the decision for a failure, as JSON. Exit code 1: nothing to load.
+
+    Durable checkpoints count, and GEMINI steps of which DIR holds every rank's part; memory and other disks are not
+    seen.
+    """
     if failure_kind not in get_args(FailureKind):
         _fail(f"--failure-kind {failure_kind} is none of {', '.join(get_args(FailureKind))}")
     try:
@@ -93,16 +103,20 @@ def _select(
     except UntrustedFile as error:
         _fail(str(error))
     manifests, refused = _manifests(folder)
+    shards = [(place, record) for place, record in _shards(folder, refused) if record.run_id == run.run_id]
     _print_refused(refused)
-    own = [m for m in manifests if m.run_id == run.run_id]
+    known = [(m.step, m.attempt, m.topology_digest) for m in manifests if m.run_id == run.run_id]
+    known += [(record.step, record.attempt, record.topology_digest) for _, record in shards]
     failure = Failure(
         kind=failure_kind,  # type: ignore[arg-type]
-        step=max([m.step for m in manifests], default=0) if step is None else step,
+        step=max([one[0] for one in known], default=0) if step is None else step,
         run_id=run.run_id,
         attempt=run.attempt,
-        topology_digest=own[0].topology_digest if own else "",
+        topology_digest=max(known, key=lambda one: (one[1], one[0]))[2] if known else "",
     )
-    decision = select_recovery(failure, [_available(manifest) for manifest in manifests])
+    available = [_available(manifest) for manifest in manifests]
+    available += _complete(run, [pair for pair in shards if pair[1].topology_digest == failure.topology_digest])
+    decision = select_recovery(failure, available)
     print(decision.model_dump_json(indent=1))
     raise typer.Exit(0 if decision.available else 1)
 
@@ -118,6 +132,43 @@ def _available(manifest: Manifest) -> Available:
         checkpoint_id=manifest.checkpoint_id,
         load_failures=manifest.failures,
     )
+
+
+def _complete(run: RunRecord, shards: list[tuple[Path, ShardRecord]]) -> list[Available]:
+    """The GEMINI steps of one topology that could be loaded from these shards, each verified to the last byte."""
+    holdings = [
+        Holding(
+            holder=record.rank,
+            owner=record.rank,
+            step=record.step,
+            state=TrustState(record.state),
+            attempt=record.attempt,
+            digest=record.digest,
+            nearness=1,
+        )
+        for place, record in shards
+        if _whole(place, record)
+    ]
+    return [
+        Available(
+            source="gemini",
+            step=one.step,
+            state=run.judgement(one.step, one.attempt) or one.state,
+            run_id=run.run_id,
+            topology_digest=shards[0][1].topology_digest,
+            load_failures=run.loads.get(str(one.step), 0),
+        )
+        for one in complete_steps(holdings, shards[0][1].world_size if shards else 0)
+    ]
+
+
+def _whole(place: Path, record: ShardRecord) -> bool:
+    try:
+        verify_data(place, record)
+    except UntrustedFile as error:
+        _print_refused([error])
+        return False
+    return True
 
 
 def _store(folder: Path) -> ManifestStore:

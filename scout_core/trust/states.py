@@ -132,17 +132,6 @@ def advance(book: TrustBook, rules: TrustRules, boundary: Boundary) -> tuple[Tru
     return after, Change(capture=True, state=TrustState.CANDIDATE, promoted=promoted)
 
 
-def quarantine(book: TrustBook, step: int) -> TrustBook:
-    """The book with the checkpoint of `step` never to be loaded again."""
-    return replace(book, states={**book.states, step: TrustState.QUARANTINED})
-
-
-def restarted(book: TrustBook) -> TrustBook:
-    """The book of a new attempt: memory and cycles are gone, candidates stay unproven, what is later is replayed."""
-    kept = {step: state for step, state in book.states.items() if state is not TrustState.LATEST_GEMINI}
-    return TrustBook(states=kept)
-
-
 def retained(states: Mapping[Key, TrustState]) -> set[Key]:
     """What stays on disk of these captures, keyed by step or by step and attempt: the newest two, and the newest two
     verified ones and candidates. Pure.

@@ -30,8 +30,8 @@ from scout_core.trust.states import Boundary, Change, Outcome, TrustBook, TrustR
 from scout_core.trust.tiers import make_durable, make_gemini
 
 _CYCLE = frozenset({"cycle"})
-_SURVIVORS: dict[str, list[tuple[int, Any]]] = {}
-"""Memory copies by run id that outlive their `Trust`, for a restart inside the process."""
+_SURVIVORS: dict[tuple[str, str], list[tuple[int, Any]]] = {}
+"""Memory copies by run id and topology that outlive their `Trust`, for a restart inside the process."""
 
 
 class Trust:
@@ -115,7 +115,7 @@ class Trust:
                 self._channel.rank,
                 self._channel.size,
                 self._shards,
-                _SURVIVORS.pop(self._record.run_id, []),
+                _survivors(self._record.run_id, self._topology),
             ),
             adapter=self._adapter,
             io=self._io,
@@ -374,7 +374,7 @@ class Trust:
             return
         if self._gemini is not None:
             self._gemini.settle(self._config.grace_s)
-            _SURVIVORS[self._record.run_id] = self._copies()
+            _SURVIVORS[self._record.run_id, self._topology] = self._copies()
         if self._signals is not None:
             self._signals.remove()
         self._folder.release()
@@ -383,3 +383,11 @@ class Trust:
         if self._gemini is None:
             return []
         return [(self._record.attempt, copy) for copy in self._gemini.copies()]
+
+
+def _survivors(run_id: str, topology: str) -> list[tuple[int, Any]]:
+    """What outlived the last attempt in this process, if its ranks stood as these do. It is given out once."""
+    found = _SURVIVORS.get((run_id, topology), [])
+    for key in [key for key in _SURVIVORS if key[0] == run_id]:
+        del _SURVIVORS[key]
+    return found

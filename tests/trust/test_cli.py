@@ -50,6 +50,24 @@ def test_ls_says_what_became_of_a_memory_copy_after_it_was_written(tmp_path: Pat
     assert {row["step"]: row["state"] for row in listed["checkpoints"]} == {4: "RECOVERY_VERIFIED", 8: "REJECTED"}
 
 
+def test_select_counts_memory_copies_of_which_every_part_is_on_this_disk(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    store = shards(folder / "gemini")
+    for step, owners in ((40, range(4)), (50, range(3))):
+        for owner in owners:
+            copy = HostMemory(owner=owner).begin(step, TrustState.RECOVERY_VERIFIED, {"w": torch.ones(9)}).finish()
+            place = store.write(copy, attempt=0, holder=owner)
+    shown = json.loads(RUNNER.invoke(app, ["trust", "show", str(folder), str(place)]).output)
+    assert (shown["step"], shown["rank"], "structure" in shown) == (50, 2, False)
+    select = ["trust", "select", str(folder), "--failure-kind", "straggler"]
+    chosen = json.loads(RUNNER.invoke(app, select).output)
+    assert (chosen["mode"], chosen["source"], chosen["step"], chosen["lost_steps"]) == ("GEMINI", "gemini", 40, 10)
+    data = folder / "gemini" / "rank-00001" / "step-000000040-own" / "state.safetensors"
+    data.write_bytes(data.read_bytes()[:-1])
+    again = RUNNER.invoke(app, select)
+    assert str(data) in again.stderr and json.loads(again.stdout)["step"] == 20
+
+
 def test_damage_is_named_and_passed_over(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     (folder / "durable" / "step-20" / "rank-2.pt").write_bytes(b"short")

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scout_core.report.courier import Courier
 from scout_core.trust.decision import RecoveryDecision
 from scout_core.trust.durable import CallbackContractError, CheckpointContext, GuardedCallbacks, TorchSaveCallbacks
 from scout_core.trust.files import UntrustedFile, file_digest, read_record, sealed, write_record
 from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, await_visible, describe, verify
-from scout_core.trust.run_record import RunFolder
+from scout_core.trust.run_record import RunFolder, RunRecord
 from scout_core.trust.shard import ShardRecord
 from tests.trust.test_gemini import shards, written
 
@@ -94,18 +95,21 @@ def attempted(path: Path, kind: Any) -> tuple[Any, str]:
 
 def test_fuzzed_records_are_refused_by_name(tmp_path: Path) -> None:
     draw = random.Random(0)
-    place = written(tmp_path / "shards")
+    place = written(tmp_path / "shards", state={"w": torch.ones(3), "lr": [1e-3, (1, None)]})  # one of every kind
     records = [
         (sealed(checkpoint(tmp_path)), Manifest),
         (sealed(decision()), RecoveryDecision),
         ((place / "state.json").read_bytes(), ShardRecord),
+        (sealed(RunRecord(run_id="run", attempt=1, judged={"3@0": "REJECTED"})), RunRecord),
     ]
     path = tmp_path / "record.json"
-    for index in range(FUZZED):
-        data, kind = records[index % 3]
+    tried = 0
+    while tried < FUZZED:
+        data, kind = records[tried % 4]
         changed = mutate(data, draw)
         if changed == data:
             continue
+        tried += 1
         path.write_bytes(changed)
         found, why = attempted(path, kind)
         # JSON has many spellings of one value; a value that is accepted must be the one that was sealed

@@ -57,9 +57,9 @@ def shards(folder: Path, **change: Any) -> Shards:
     return Shards(folder, **{"run_id": "run", "topology_digest": "t", "world_size": 4, **change})
 
 
-def written(folder: Path, step: int = 7) -> Path:
+def written(folder: Path, step: int = 7, state: Any = None) -> Path:
     memory = HostMemory(owner=2)
-    return shards(folder).write(memory.begin(step, STATE, training_state()).finish(), attempt=0, holder=2)
+    return shards(folder).write(memory.begin(step, STATE, state or training_state()).finish(), attempt=0, holder=2)
 
 
 def test_state_comes_back_from_its_parts() -> None:

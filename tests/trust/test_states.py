@@ -1,4 +1,4 @@
-"""Trust states and recovery selection: the contract's tables, and no path to a contaminated checkpoint."""
+"""Trust states and recovery selection: the contract's tables. That no path leads to a bad one: `test_model.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pydantic import ValidationError
 
 from scout_core.trust.decision import RecoveryDecision
@@ -20,8 +19,6 @@ from scout_core.trust.states import (
     TrustRules,
     TrustState,
     advance,
-    quarantine,
-    restarted,
     worst,
 )
 
@@ -144,106 +141,6 @@ def test_a_decision_survives_json_and_refuses_the_unknown() -> None:
     for change in ({"more": 1}, {"schema_version": 2}, {"step": "40"}, {"step": -1}):
         with pytest.raises(ValidationError):
             RecoveryDecision.model_validate_json(json.dumps({**values, **change}))
-
-
-class TrustModel(RuleBasedStateMachine):
-    """Any order of checks, silent corruption, crashes, restarts and late files.
-
-    The model knows what SCOUT does not: `tainted_from` is the step from which the live state is corrupt. Corruption
-    is detected by the first check after it (that is what the checks are for; a check that misses it is outside trust).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.book = TrustBook()
-        self.step = 0
-        self.corrupt = False
-        self.tainted: set[int] = set()
-        self.captured: set[int] = set()
-        self.invisible: set[int] = set()
-        self.clean_cycles_after: dict[int, int] = {}
-
-    @initialize(dense=st.booleans())
-    def start(self, dense: bool) -> None:
-        self.rules = DENSE if dense else DYNAMIC
-
-    @rule(part=st.sampled_from([CATALOG, *[frozenset({name}) for name in sorted(CATALOG)]]), slow=st.booleans())
-    def check(self, part: frozenset[str], slow: bool) -> None:
-        self.step += 1
-        sees = self.rules.dense or part == CATALOG or not self.corrupt
-        clean = Outcome.STRAGGLER if slow else Outcome.CLEAN
-        outcome = Outcome.SDC if self.corrupt and sees else clean
-        self._advance(outcome, part)
-
-    @rule()
-    def inconclusive(self) -> None:
-        self.step += 1
-        self._advance(Outcome.INCONCLUSIVE, frozenset())
-
-    def _advance(self, outcome: Outcome, part: frozenset[str]) -> None:
-        # under the dynamic rule a partial check may miss corruption of what it does not look at
-        covers = not self.corrupt or outcome is not Outcome.CLEAN
-        before = self.book
-        self.book, change = advance(
-            self.book, self.rules, Boundary(step=self.step, outcome=outcome, recipes=part if covers else frozenset())
-        )
-        assert change.capture == outcome.accepts
-        if change.capture:
-            self.captured.add(self.step)
-            if self.corrupt:
-                self.tainted.add(self.step)
-        if not outcome.accepts:
-            assert self.book.verified() == before.verified()
-
-    @rule()
-    def corrupts(self) -> None:
-        self.corrupt = True
-
-    @rule(delay=st.booleans())
-    def visibility(self, delay: bool) -> None:
-        self.invisible = set(self.captured) if delay else set()
-
-    @rule()
-    def restart(self) -> None:
-        decision = self.choose("sdc")
-        self.book = restarted(self.book)
-        self.corrupt = False
-        if decision.available and decision.step is not None:
-            self.step = max(self.step, decision.step)
-
-    @rule()
-    def load_fails_twice(self) -> None:
-        newest = self.book.verified()[:1]
-        for step in newest:
-            self.book = quarantine(self.book, step)
-
-    def choose(self, kind: Any, **more: Any) -> RecoveryDecision:
-        found = [
-            have(
-                step,
-                state,
-                "gemini" if state is TrustState.LATEST_GEMINI else "durable",
-                complete=step not in self.invisible,
-            )
-            for step, state in self.book.states.items()
-        ]
-        return select_recovery(failure(kind, step=self.step, **more), found)
-
-    @invariant()
-    def never_contaminated(self) -> None:
-        for kind in ("sdc", "inaccessible", "hang"):
-            decision = self.choose(kind)
-            if decision.available:
-                assert decision.mode == "RECOVERY_VERIFIED"
-                assert decision.step not in self.tainted
-                assert decision.step not in self.invisible
-                assert self.book.states[decision.step or 0] is TrustState.RECOVERY_VERIFIED
-            else:
-                assert decision.mode == "RESTART_FROM_SCRATCH"
-
-
-TestTrustModel = TrustModel.TestCase
-TestTrustModel.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def come_to_end(end: str, culprit: bool, run_dir: str, job: TinyJob) -> None:
     if end in FAULTS and end != "kill one":
         if culprit:
             say(run_dir, FAULT_AT)
-        with suppress(RuntimeError):  # a rank may see for itself that the sizes differ
+        # a rank may see for itself that the sizes differ, and is to stand still even so
+        with suppress(RuntimeError) if end in LASTING else nullcontext():
             if end == "group":
                 dist.all_reduce(torch.ones(4), group=pair if culprit else None)
             else:
@@ -124,8 +125,9 @@ def _lost_in_the_network(job: TinyJob) -> None:
 
 def _signal_to_worker(number: int) -> Callable[[TinyJob], None]:
     def load(job: TinyJob) -> None:
-        loader = job.scout.instrument_dataloader(DataLoader(_WorkerIds(), batch_size=1, num_workers=1), name="train")
-        for count, ids in enumerate(loader):
+        # forked as in a script: a rank of the pool would start a fork server of its own, which outlives it
+        workers = DataLoader(_WorkerIds(), batch_size=1, num_workers=1, multiprocessing_context="fork")
+        for count, ids in enumerate(job.scout.instrument_dataloader(workers, name="train")):
             if count == 3:  # what is fetched in advance comes first
                 say(str(job.scout.config.run_dir), FAULT_AT)
                 os.kill(int(ids[0]), number)

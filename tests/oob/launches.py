@@ -114,7 +114,9 @@ def launch(plan: Plan) -> Outcome:
             with suppress(AssertionError):  # what was not said shows in the outcome
                 reported = wait_until(lambda: reports(Path(plan.run_dir)) and time.time(), _LEAVE_S)
         if plan.end in LASTING:
+            workers = _loader_workers(pids)
             _signal(pids, signal.SIGKILL)
+            _signal(workers, signal.SIGKILL)  # a stopped one would outlive its rank
         codes = tuple(_exit_code(process, _LEAVE_S) for process in processes)
     began = fault_time(plan.run_dir)
     alive = _left_over([process for process in observers if process is not None])
@@ -204,6 +206,12 @@ def _heard(link: Connection) -> Any:
 def _fresh_observers(pids: Sequence[int]) -> list[psutil.Process]:
     found = [child for pid in pids if psutil.pid_exists(pid) for child in psutil.Process(pid).children()]
     return [child for child in found if "scout_core.oob.observer" in child.cmdline()]
+
+
+def _loader_workers(pids: Sequence[int]) -> list[int]:
+    """Children of the ranks that are no observers: these lead process groups of their own."""
+    found = [child.pid for pid in pids if psutil.pid_exists(pid) for child in psutil.Process(pid).children()]
+    return [pid for pid in found if os.getpgid(pid) != pid]
 
 
 def _end_from_outside(plan: Plan, pids: Sequence[int]) -> None:

@@ -51,13 +51,17 @@ FAULTS = {**LASTING, **ENDING}
 ENDS = (*QUIET, *FAULTS)
 BY_KILL = ("kill all", "early kill", *LASTING)
 """Ends whose exit codes are the killer's."""
-NOBODY = ("hang",)
-"""Faults for which no rank can be blamed."""
+NOBODY = ("hang", "group")
+"""Faults for which no rank can be blamed. Of a pair, either took the wrong group or the other left the call out."""
 THREE_RANKS = tuple(name for name in FAULTS if name not in ENDING)
 
 
-def come_to_end(end: str, culprit: bool, run_dir: str, job: TinyJob) -> None:
-    """Come to the end from inside, or go on until it comes from outside. What follows a lasting fault is a barrier."""
+def come_to_end(end: str, odd: int, run_dir: str, job: TinyJob) -> None:
+    """Come to the end from inside, or go on until it comes from outside. What follows a lasting fault is a barrier.
+
+    `odd` is the rank that the end is about.
+    """
+    culprit = job.rank == odd
     if end == "closed":
         job.scout.close()
     if end == "exit 3":
@@ -65,7 +69,7 @@ def come_to_end(end: str, culprit: bool, run_dir: str, job: TinyJob) -> None:
     if end in ("clean", "closed"):
         return
     if end == "group":
-        pair = dist.new_group([0, 1])
+        pair = dist.new_group(sorted((odd, (odd + 1) % dist.get_world_size())))
         dist.barrier()
     if end in FAULTS and end != "kill one":
         if culprit:

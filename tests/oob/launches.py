@@ -334,4 +334,4 @@ def _train(rank: int, plan: Plan, link: Connection) -> None:
         job.step()
         if step == 0:
             link.send(link_said)
-    come_to_end(plan.end, rank == plan.culprit, plan.run_dir, job)
+    come_to_end(plan.end, plan.culprit, plan.run_dir, job)

@@ -19,7 +19,10 @@ RANKS = 2
 
 
 def hang_on_gpu(run_dir: str, size: str) -> None:
-    """Rank 1 stays away from the third reduction; rank 0 waits for it on the device. NCCL's recorder is not made yet."""
+    """Rank 1 stays away from the third reduction; rank 0 waits for it on the device.
+
+    NCCL's recorder reads its size when the first group is made, the observer when it starts: both come later.
+    """
     os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = size
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)

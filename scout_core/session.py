@@ -21,7 +21,7 @@ from scout_core.health.config import HealthConfig
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
 from scout_core.meeting import meet, own_ordinal, places
-from scout_core.oob import OutOfBand
+from scout_core.oob.out_of_band import OutOfBand
 from scout_core.peers import PeerGroup
 from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner

@@ -1,9 +1,4 @@
-"""The out-of-band path: a progress record in shared memory and an observer process beside each rank."""
+"""The out-of-band path: a progress record in shared memory and an observer process beside each rank.
 
-from scout_core.oob.findings import Finding
-from scout_core.oob.out_of_band import OutOfBand
-from scout_core.oob.records import RankView
-from scout_core.oob.supervisor import ObserverLost
-from scout_core.oob.verdict import judge
-
-__all__ = ["Finding", "ObserverLost", "OutOfBand", "RankView", "judge"]
+Nothing is handed on from here: the observer, which is started from this folder, must not load what `attach()` needs.
+"""

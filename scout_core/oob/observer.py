@@ -25,7 +25,7 @@ from scout_core.oob.seat import Seat
 from scout_core.oob.watcher import Watcher
 
 _PR_SET_PDEATHSIG = 1
-_LAST_S = 1.9
+_LAST_S = 1.8
 
 
 def main(argument: str) -> int:

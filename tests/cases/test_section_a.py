@@ -194,9 +194,10 @@ class WorkerIds(Dataset[torch.Tensor]):
 def a10_loader_worker(run_dir: str, number: int) -> None:
     job = TinyJob(run_dir, dataloader_stall_s=8 * STALL_S, stall_eval_s=2 * STALL_S)
     job.step()
-    loader = job.scout.instrument_dataloader(DataLoader(WorkerIds(), batch_size=2, num_workers=1), name="valid")
+    # forked as in a script: a rank of the pool would start a fork server of its own, which outlives it
+    loader = DataLoader(WorkerIds(), batch_size=2, num_workers=1, multiprocessing_context="fork")
     job.model.eval()
-    for count, ids in enumerate(loader):
+    for count, ids in enumerate(job.scout.instrument_dataloader(loader, name="valid")):
         worker = int(ids[0])
         with torch.no_grad():
             job.model(torch.ones(1, WIDTH))
@@ -210,8 +211,9 @@ def a10_loader_worker(run_dir: str, number: int) -> None:
 def test_a10_a_stopped_loader_worker_in_evaluation(tmp_path: Path) -> None:
     with running(a10_loader_worker, tmp_path, signal.SIGSTOP):
         report = first_report(tmp_path)
-    check(report, "dataloader_stall", [2], phase="eval", action="restart")
     worker = next(tmp_path.glob("worker*")).name.removeprefix("worker")
+    os.kill(int(worker), signal.SIGKILL)  # stopped, it would outlive its rank
+    check(report, "dataloader_stall", [2], phase="eval", action="restart")
     assert report["evidence"]["workers"] == {worker: "T"} and report["surface"] == "valid"
 
 
@@ -244,7 +246,7 @@ def test_a12_a_process_that_lives_and_does_nothing(tmp_path: Path, how: str, sta
         report = first_report(tmp_path)
         late = time.time() - float((tmp_path / "stopped").read_text()) - STALL_S
     check(report, "process_stall", [2], action="restart")
-    assert state in report["message"] and late < 5.0, "2 s on an idle machine"
+    assert state in report["message"] and late < 2.0, "seconds from the threshold to the report"
     folder = Path(report["evidence"]["bundle"])
     healthy = (folder / "stacks-rank0.txt").read_text()
     assert "all_reduce" in healthy and "File" in healthy

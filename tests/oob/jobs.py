@@ -118,14 +118,14 @@ def wait_reports(run_dir: Path, count: int, deadline_s: float = 120.0) -> list[d
     return wait_until(lambda: found if len(found := reports(run_dir)) >= count else None, deadline_s)
 
 
-def wait_until(look: Callable[[], Any], deadline_s: float = 120.0) -> Any:
+def wait_until(look: Callable[[], Any], deadline_s: float = 120.0, poll_s: float = 0.05) -> Any:
     """What `look` gives, once it is something."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         found = look()
         if found:
             return found
-        time.sleep(0.05)
+        time.sleep(poll_s)
     raise AssertionError(f"nothing within {deadline_s:g} s")
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -32,12 +32,9 @@ from scout_core.oob import observer, supervisor
 from scout_core.oob.channel import FOLDER, PREFIX, read_owner, start_ticks, sweep
 from tests.distributed.pool import _PRELOAD
 from tests.distributed.rank_process import _die_with_parent
-from tests.oob.jobs import TinyJob, as_script, idle, reduce, reports, wait_until
+from tests.oob.endings import ENDS, LASTING, THREE_RANKS, come_to_end, fault_time
+from tests.oob.jobs import STALL_S, TinyJob, as_script, reports, wait_until
 
-End = Literal["clean", "closed", "exit 3", "kill one", "kill all", "terminate", "early kill", "stop", "skip", "shape"]
-ENDS: tuple[End, ...] = End.__args__  # type: ignore[attr-defined]
-BY_KILL: tuple[End, ...] = ("kill all", "early kill", "stop", "skip", "shape")  # how they end is settled
-FAULTS = {"stop": "process_stall", "skip": "collective_desync", "shape": "collective_desync"}
 _START_S = 120.0
 _LEAVE_S = 60.0
 _GONE_S = 10.0  # 2 s on an idle machine
@@ -51,7 +48,7 @@ class Plan:
     """One launch. `culprit` is the rank that the end is about; without `watched` there is no SCOUT."""
 
     number: int
-    end: End
+    end: str
     ranks: int
     culprit: int
     step: int
@@ -63,22 +60,28 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was left of a launch. `unwatched`: ranks without a ready observer; `leaked`: segments after a sweep."""
+    """What was left of a launch. `late_s`: from the moment at which the stall threshold was reached to the report, of
+    faults that stall; `unwatched`: ranks without a ready observer; `leaked`: segments after a sweep."""
 
     plan: Plan
     codes: tuple[int | None, ...]
+    late_s: float | None
     unwatched: tuple[int, ...]
     orphans: tuple[int, ...]
     leaked: tuple[str, ...]
     said: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def plans(count: int, folder: Path, fresh_every: int, seed: int = 0) -> Iterator[Plan]:
-    """`count` launches over all ends, with rank, step and time drawn."""
+def plans(count: int, folder: Path, fresh_every: int, seed: int = 0, share: tuple[int, int] = (1, 1)) -> Iterator[Plan]:
+    """`count` launches over all ends, with rank, step and time drawn; of these every n-th from the i-th, by `share`.
+
+    Shares of one campaign are disjoint, together the whole, and may run at once: each launch has a store, a run id and
+    a folder of its own.
+    """
     draw = random.Random(seed)
     for number, end in zip(range(count), itertools.cycle(ENDS), strict=False):
-        ranks = 3 if end in FAULTS else 2
-        yield Plan(
+        ranks = 3 if end in THREE_RANKS else 2
+        plan = Plan(
             number=number,
             end=end,
             ranks=ranks,
@@ -88,6 +91,8 @@ def plans(count: int, folder: Path, fresh_every: int, seed: int = 0) -> Iterator
             run_dir=str(folder / str(number)),
             fresh=number % fresh_every == fresh_every - 1,
         )
+        if number % share[1] == share[0] - 1:
+            yield plan
 
 
 def launch(plan: Plan) -> Outcome:
@@ -104,16 +109,22 @@ def launch(plan: Plan) -> Outcome:
             ready = [_heard(link) for link in links]
             observers += _fresh_observers(pids) if plan.fresh else []
             _end_from_outside(plan, pids)
-        if plan.end in FAULTS and plan.watched:
-            wait_until(lambda: reports(Path(plan.run_dir)), _LEAVE_S)
-        if plan.end in FAULTS:
+        reported = None
+        if plan.end in LASTING and plan.watched:
+            with suppress(AssertionError):  # what was not said shows in the outcome
+                reported = wait_until(lambda: reports(Path(plan.run_dir)) and time.time(), _LEAVE_S)
+        if plan.end in LASTING:
+            workers = _loader_workers(pids)
             _signal(pids, signal.SIGKILL)
+            _signal(workers, signal.SIGKILL)  # a stopped one would outlive its rank
         codes = tuple(_exit_code(process, _LEAVE_S) for process in processes)
+    began = fault_time(plan.run_dir)
     alive = _left_over([process for process in observers if process is not None])
     sweep()
     return Outcome(
         plan=plan,
         codes=codes,
+        late_s=None if reported is None or began is None else reported - began - STALL_S,
         unwatched=tuple(rank for rank, said in enumerate(ready) if said is False),
         orphans=tuple(process.pid for process in alive),
         leaked=segments_of(pids),
@@ -195,6 +206,12 @@ def _heard(link: Connection) -> Any:
 def _fresh_observers(pids: Sequence[int]) -> list[psutil.Process]:
     found = [child for pid in pids if psutil.pid_exists(pid) for child in psutil.Process(pid).children()]
     return [child for child in found if "scout_core.oob.observer" in child.cmdline()]
+
+
+def _loader_workers(pids: Sequence[int]) -> list[int]:
+    """Children of the ranks that are no observers: these lead process groups of their own."""
+    found = [child.pid for pid in pids if psutil.pid_exists(pid) for child in psutil.Process(pid).children()]
+    return [pid for pid in found if os.getpgid(pid) != pid]
 
 
 def _end_from_outside(plan: Plan, pids: Sequence[int]) -> None:
@@ -317,25 +334,4 @@ def _train(rank: int, plan: Plan, link: Connection) -> None:
         job.step()
         if step == 0:
             link.send(link_said)
-    _end(rank, plan, job)
-
-
-def _end(rank: int, plan: Plan, job: TinyJob) -> None:
-    """Come to the end from inside, or go on until it comes from outside."""
-    culprit = rank == plan.culprit
-    if plan.end == "closed":
-        job.scout.close()
-    if plan.end == "exit 3":
-        sys.exit(3)
-    if plan.end in ("clean", "closed"):
-        return
-    if culprit and plan.end == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if plan.end in FAULTS:
-        with suppress(RuntimeError):  # a rank may see for itself that the sizes differ
-            if not (culprit and plan.end == "skip"):
-                reduce(6 if culprit and plan.end == "shape" else 4)
-            dist.barrier()
-        idle()
-    while True:
-        job.step()
+    come_to_end(plan.end, plan.culprit, plan.run_dir, job)

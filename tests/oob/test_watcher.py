@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -66,3 +68,10 @@ def test_as_many_looks_confirm_a_stall_as_are_asked_for(persistence: int, channe
     assert quiet >= THRESHOLD_S + (persistence - 1) * LOOK_S
     if persistence == 1:
         assert quiet < THRESHOLD_S + 7 * LOOK_S + 5, "far from never"
+
+
+def test_an_observer_loads_little_beside_torch() -> None:
+    """Its memory is that of what it imports: neither what attach() needs, nor sympy behind torch's DTensor."""
+    program = "import sys, scout_core.oob.observer; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"scout_core.session", "torch.distributed.tensor", "sympy"} & set(run.stdout.split())

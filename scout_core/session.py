@@ -286,6 +286,8 @@ class Scout:
     def _check(self, plan: Plan) -> ReplayResult | None:
         outcome = attempt("checking", lambda: self._runner.run(plan))
         self._recorder.disarm()
+        if plan.manual:
+            self._trust.unscheduled(outcome.value)
         judged = None if plan.manual else attempt("certifying", lambda: self._trust.boundary(plan.step, outcome.value))
         goes_on, decision = (judged.value if judged is not None else None) or (judged is None, None)
         if decision is not None:

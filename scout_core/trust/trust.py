@@ -147,6 +147,8 @@ class Trust:
         if not self.enabled:
             return result is not None, None
         verdict = agree([Vote.decode(row) for row in self._channel.gather(self._vote(step, result).encode())])
+        # what was corrupt has reached the replicas, or waits outside the next check's window: a clean one proves nothing
+        self._tainted = self._tainted or verdict.outcome is Outcome.SDC
         recipes = _CYCLE if verdict.cycle else frozenset()
         before = self._book
         self._book, change = advance(
@@ -161,6 +163,10 @@ class Trust:
         self._apply(step, change, verdict)
         decision = self._after_fault(step, verdict, result)
         return not verdict.broken_ranks, decision
+
+    def unscheduled(self, result: ReplayResult | None) -> None:
+        """After a check that certifies nothing: corruption that it found counts from now on all the same. Local."""
+        self._tainted = self._tainted or (result is not None and outcome_of(result) is Outcome.SDC)
 
     def _vote(self, step: int, result: ReplayResult | None) -> Vote:
         outcome = outcome_of(result)

@@ -147,7 +147,7 @@ class Trust:
         if not self.enabled:
             return result is not None, None
         verdict = agree([Vote.decode(row) for row in self._channel.gather(self._vote(step, result).encode())])
-        # what was corrupt has reached the replicas, or waits outside the next check's window: a clean one proves nothing
+        # what was corrupt has reached the replicas or waits outside the next check's window: a clean one proves nothing
         self._tainted = self._tainted or verdict.outcome is Outcome.SDC
         recipes = _CYCLE if verdict.cycle else frozenset()
         before = self._book

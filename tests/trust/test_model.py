@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -142,10 +143,10 @@ class Job:
 class Life(RuleBasedStateMachine):
     """A run and all its attempts."""
 
-    @initialize(dense=st.booleans(), gemini=st.booleans(), flush=st.booleans(), repairs=st.booleans())
-    def begins(self, dense: bool, gemini: bool, flush: bool, repairs: bool) -> None:
-        """`repairs`: the job mends its state where corruption was found, and goes on instead of being restarted."""
-        self.dense, self.repairs = dense, repairs
+    @initialize(dense=st.booleans(), gemini=st.booleans(), flush=st.booleans(), goes_on=st.booleans())
+    def begins(self, dense: bool, gemini: bool, flush: bool, goes_on: bool) -> None:
+        """`goes_on`: after corruption was found the job is not restarted; it spreads until all ranks hold it alike."""
+        self.dense, self.goes_on = dense, goes_on
         self.folder = Path(tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None))
         self.callbacks = Dying()
         self.contaminated: set[str] = set()
@@ -210,8 +211,8 @@ class Life(RuleBasedStateMachine):
         assert not saved or (found is not None and found.trustworthy), "a state was kept that no check accepted"
         for manifest in saved if late else ():
             assert "not visible" in manifest.reason and manifest.state == "CANDIDATE"
-        if decision is not None and self.repairs:
-            self.job.corrupt = ""
+        if decision is not None and self.goes_on:
+            self.job.corrupt = self.job.corrupt and "alike everywhere"
         elif decision is not None:
             with contextlib.suppress(SystemExit):
                 self.trust.leave(decision)
@@ -263,7 +264,7 @@ class Life(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["hang", "uncertain", "straggler", "sdc"]), restart=st.booleans())
     def asks(self, kind: Any, restart: bool) -> None:
         """`prepare_recovery` with all ranks accessible: the replay finds what there is to find."""
-        seen = CORRUPT["majority"] if self.job.corrupt else None
+        seen = CORRUPT["majority"] if self.job.corrupt in CATALOG else None
         decision = self.trust.prepare(kind, self.job.step, True, lambda: told(self.job.step, CATALOG, seen))
         if kind == "sdc" or (seen is not None and kind != "straggler"):
             assert decision.mode != "GEMINI"
@@ -304,7 +305,7 @@ TestLife.settings = settings(
 
 def test_a_candidate_of_an_earlier_attempt_is_not_promoted_with_its_step_of_this_one() -> None:
     life = Life()
-    life.begins(dense=False, gemini=False, flush=False, repairs=False)
+    life.begins(dense=False, gemini=False, flush=False, goes_on=False)
     for recipe in CATALOG:
         life.check(part=(recipe,), how="majority", slow=False, late=False)
         life.corrupts(where="embedding")  # which has just been found clean, and is not looked at again in this cycle
@@ -323,20 +324,35 @@ def test_a_candidate_of_an_earlier_attempt_is_not_promoted_with_its_step_of_this
     life.teardown()
 
 
-def test_a_candidate_falls_with_corruption_that_is_found_after_it_and_then_mended() -> None:
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_candidate_falls_with_corruption_that_is_found_after_it_and_no_later_state_is_trusted(dense: bool) -> None:
     life = Life()
-    life.begins(dense=False, gemini=False, flush=False, repairs=True)
+    life.begins(dense=dense, gemini=False, flush=False, goes_on=True)
     for corrupts in (True, False, False, False):
         life.cycle(order=CATALOG, corrupts=corrupts, how="state_at_rest")
         life.nothing_contaminated_is_verified_or_chosen()
     states = {m.step: m.state for m in life.manifests().values()}
-    assert states[3] == "REJECTED" and "RECOVERY_VERIFIED" in states.values()
+    assert states == ({1: "RECOVERY_VERIFIED"} if dense else {3: "REJECTED"})
+    life.restarts(crash=True, fewer=False, late=False)
+    life.job.corrupt = ""  # what was loaded, or a start from scratch
+    for _ in range(2):
+        life.cycle(order=CATALOG, corrupts=False, how="majority")
+    assert "RECOVERY_VERIFIED" in {m.state for m in life.manifests().values() if m.attempt == 1}
+    life.teardown()
+
+
+def test_corruption_that_a_check_out_of_turn_found_counts_too() -> None:
+    life = Life()
+    life.begins(dense=True, gemini=False, flush=False, goes_on=True)
+    life.trust.unscheduled(told(0, CATALOG, CORRUPT["majority"]))
+    life.cycle(order=CATALOG, corrupts=False, how="majority")
+    assert not life.manifests()
     life.teardown()
 
 
 def test_of_two_attempts_captures_of_one_step_the_verified_one_is_loaded() -> None:
     life = Life()
-    life.begins(dense=False, gemini=True, flush=False, repairs=False)
+    life.begins(dense=False, gemini=True, flush=False, goes_on=False)
     known_as = life.trust._record.run_id, life.trust._topology
     life.end(crash=True)
     survivors = []

@@ -80,7 +80,7 @@ class CohortRun:
         self._sound: dict[str, list[Observation]] = {}
         self._verdicts: dict[tuple[str, int, bool], RecipeVerdict] = {}
         self._judges = {
-            self._places[number][0]: StragglerJudge(_thresholds(model))
+            self._places[number][0]: StragglerJudge(StragglerThresholds.of(model.config))
             for number, fault in faults.items()
             if fault.kind == "straggler"
         }
@@ -349,17 +349,6 @@ def _only_read(apart: Mapping[tuple[int, int], Traces]) -> dict[tuple[int, int],
 def _healthy_contract(plan: Plan) -> RankContract:
     ready = {name: RecipeContract(readiness=Readiness.READY) for name in plan.classes}
     return RankContract(step=plan.step, check_index=plan.ordinal, recipes=ready)
-
-
-def _thresholds(model: SimModel) -> StragglerThresholds:
-    config = model.config
-    return StragglerThresholds(
-        relative=config.straggler_relative,
-        absolute_ms=config.straggler_absolute_ms,
-        confirmations=config.straggler_confirmations,
-        window=config.straggler_window,
-        persistence=config.straggler_persistence,
-    )
 
 
 def _times_ms(seen: Runs) -> list[list[float | None]]:

@@ -232,7 +232,7 @@ class CollectiveWatch:
             finally:
                 self._depth -= 1
                 later = isinstance(result, c10d.Work)
-                call = self._timed_call(name, members, what, args, kwargs, later)
+                call = None if since is None else _timed_call(name, members, what, args, kwargs, later)
                 self._clock.waited(since, None if later else call)
                 publisher.end_call(slot, sequence, state)
             if later:
@@ -315,13 +315,6 @@ class CollectiveWatch:
 
         return wait
 
-    def _timed_call(
-        self, name: str, ranks: tuple[int, ...], what: Described, args: Any, kwargs: Any, overlapped: bool
-    ) -> GroupCall | None:
-        if self._clock is NO_CLOCK:
-            return None
-        return GroupCall(ranks, what.fingerprint, name, _bytes((*args, *kwargs.values())), overlapped)
-
     def _timed(self, original: Any, work: Any, args: Any, kwargs: Any) -> Any:
         since = self._clock.mark()
         try:
@@ -366,6 +359,12 @@ def _resolved(group: Any) -> Any:
     if isinstance(group, str):
         return _resolve_process_group(c10d.GroupName(group))
     return group
+
+
+def _timed_call(
+    name: str, ranks: tuple[int, ...], what: Described, args: Any, kwargs: Any, overlapped: bool
+) -> GroupCall:
+    return GroupCall(ranks, what.fingerprint, name, _bytes((*args, *kwargs.values())), overlapped)
 
 
 def _bytes(values: Sequence[Any]) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scout_core.consensus.c3 import C3Result, C3Status
 from scout_core.consensus.readiness import Reason
 from scout_core.replay.verdict import RecipeVerdict
-from scout_core.timing.live import LiveVerdict
+
+if TYPE_CHECKING:  # the clock of live steps reads replay's own
+    from scout_core.timing.live import LiveVerdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+MOST_SPANS = 64
+"""Spans of a step up to which every step is timed on a GPU, where each takes two events; with more, one step in two,
+four, ... is."""
 MOST_OBSERVATIONS = 64
 """Observations that one check hands over; with a longer interval, each is the mean of several steps."""
 
@@ -86,7 +89,7 @@ class Clock:
     """What is told of a step's spans. This one keeps nothing: for jobs whose live steps are not timed."""
 
     def mark(self) -> Mark:
-        """This moment."""
+        """This moment; None while no step is timed."""
         return None
 
     def waited(self, since: Mark, call: GroupCall | None = None) -> None:
@@ -142,8 +145,13 @@ class StepClock(Clock):
         )
         self._over: deque[_Step] = deque(maxlen=self.observations * self.steps_each + self._behind)
         self._now: _Step | None = None
+        self._stride = 1
+        self._last = 0
 
     def mark(self) -> Mark:
+        return None if self._now is None else self._moment()
+
+    def _moment(self) -> Mark:
         # of the host, or of the current stream
         if not self._cuda:
             return time.perf_counter_ns()
@@ -152,20 +160,24 @@ class StepClock(Clock):
         return event
 
     def begin(self) -> None:
-        self._now = _Step(begun=self.mark(), delay_ns=self._core_wait_ns(), ran_ns=time.thread_time_ns())
+        if (self._last + 1) % self._stride == 0:
+            self._now = _Step(begun=self._moment(), delay_ns=self._core_wait_ns(), ran_ns=time.thread_time_ns())
 
     def end(self, number: int) -> None:
-        step, self._now = self._now, None
+        step, self._now, self._last = self._now, None, number
         if step is not None:
-            step.number, step.ended = number, self.mark()
+            step.number, step.ended = number, self._moment()
             step.delay_ns = self._core_wait_ns() - step.delay_ns
             step.ran_ns = time.thread_time_ns() - step.ran_ns
             self._over.append(step)
+            if self._cuda:
+                spans = len(step.others) + len(step.loader)
+                self._stride = 1 << max(math.ceil(spans / MOST_SPANS) - 1, 0).bit_length()
 
     def waited(self, since: Mark, call: GroupCall | None = None) -> None:
-        if self._now is None:
+        if self._now is None or since is None:
             return
-        until = self.mark()
+        until = self._moment()
         self._now.others.append((since, until))
         if call is not None:
             largest = self._now.calls.get(call.ranks)
@@ -173,8 +185,8 @@ class StepClock(Clock):
                 self._now.calls[call.ranks] = call, since, until
 
     def loaded(self, since: Mark) -> None:
-        if self._now is not None:
-            self._now.loader.append((since, self.mark()))
+        if self._now is not None and since is not None:
+            self._now.loader.append((since, self._moment()))
 
     def count(self, tokens: int) -> None:
         if self._now is not None:
@@ -189,7 +201,8 @@ class StepClock(Clock):
 
     def collectives(self, step: int) -> list[tuple[GroupCall, float]]:
         """Of the newest step that a check at `step` may look at: each group's largest collective, and its ms."""
-        found = [one for one in self._over if one.number == step - self._behind]
+        newest = step - self._behind - (step - self._behind) % self._stride
+        found = [one for one in self._over if one.number == newest]
         return [(call, self._between(since, until)) for one in found for call, since, until in one.calls.values()]
 
     def words(self, step: int) -> list[int]:

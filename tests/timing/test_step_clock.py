@@ -11,7 +11,7 @@ from torch import nn
 from scout_core.config import ReplayHarnessConfig
 from scout_core.timing import step_clock
 from scout_core.timing.live import LivePace, LiveWatch
-from scout_core.timing.step_clock import Pace, StepClock
+from scout_core.timing.step_clock import GroupCall, Pace, StepClock
 
 MS = 1_000_000
 values = st.none() | st.floats(min_value=0, max_value=1e7)
@@ -133,3 +133,43 @@ def test_hooks_change_no_bit_and_count_tokens_of_training_alone() -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     assert all(torch.equal(one, other) for one, other in zip(gradients(True), gradients(False), strict=True))
+
+
+class Event:
+    """A CUDA event of a device whose clock the test turns."""
+
+    made = 0
+    moment = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        type(self).made += 1
+
+    def record(self) -> None:
+        self.at = type(self).moment
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(("spans", "timed"), [(64, 32), (65, 17), (200, 9)])
+def test_on_a_gpu_steps_of_many_spans_are_timed_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, spans: int, timed: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "made", 0)
+    clock = StepClock(torch.device("cuda"), 32, lambda: 0)
+    for number in range(1, 33):
+        clock.begin()
+        Event.moment += 10.0
+        for _ in range(spans):
+            since = clock.mark()
+            Event.moment += 1.0
+            clock.waited(since, GroupCall((0, 1), 7, "all_reduce", 8))
+        clock.end(number)
+    assert Event.made == timed * 2 * (spans + 1)
+    paces = [Pace.decode(word) for word in clock.words(32)]
+    assert {round(pace.own_ms) for pace in paces if pace.own_ms is not None} == {10}
+    assert [ms for _, ms in clock.collectives(32)] == [1.0]

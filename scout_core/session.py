@@ -36,7 +36,7 @@ from scout_core.report.incidents import IncidentBook
 from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.trust_reports import checkpoint_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
-from scout_core.timing.live import LiveSteps, step_clock
+from scout_core.timing.live import LiveSteps, agreed_clock, step_clock
 from scout_core.timing.live_groups import LiveGroups
 from scout_core.timing.step_clock import NO_CLOCK, StepClock
 from scout_core.trust.decision import FailureKind, RecoveryDecision
@@ -126,7 +126,8 @@ class Scout:
         catalog = [recipe for recipe in catalog if recipe != "state"]
         # on a compiled model the wait for the reduction cannot be told from the work
         alone = surfaces.compiled or self._peers.size < 2
-        self._clock = NO_CLOCK if alone else step_clock(surfaces.root, config)
+        own = NO_CLOCK if alone else step_clock(surfaces.root, config)
+        self._clock = agreed_clock(own, self._peers, self._partners)
         self._oob = OutOfBand(
             config,
             self._peers,

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from scout_core.oob.fingerprints import Described, describe, tensor_text
+from scout_core.oob.calls import FUNCTIONAL, FUNCTIONS, Metadata, described
+from scout_core.oob.fingerprints import Described
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.point_to_point import BATCH, PAIRED, SINGLE, Awaited, argument, batched, partner, single
 from scout_core.oob.writer import Publisher
@@ -33,127 +34,9 @@ _OWN_GROUP = "scout_control"
 _OWN_GROUPS = "scout_"
 _KEPT_WORKS = 1024
 
-Metadata = Callable[[Sequence[Any], dict[str, Any]], tuple[object, ...]]
 
-
-def _tensor(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return tensor_text(value.dtype, value.shape)
-    if isinstance(value, (list, tuple)):
-        return "[" + " ".join(_tensor(item) for item in value[:64]) + f"]x{len(value)}"
-    return "-"
-
-
-def _op(value: Any) -> str:
-    return str(value).rpartition(".")[2] if value is not None else "SUM"
-
-
-def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(argument(args, kwargs, 0, "tensor")), _op(argument(args, kwargs, 1, "op"))
-
-
-def _broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    source = argument(args, kwargs, 1, "src")
-    root = f"src={source}" if source is not None else f"group_src={kwargs.get('group_src')}"
-    return _tensor(argument(args, kwargs, 0, "tensor")), root
-
-
-def _reduce(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    root = argument(args, kwargs, 1, "dst", kwargs.get("group_dst"))
-    return _tensor(argument(args, kwargs, 0, "tensor")), f"dst={root}", _op(argument(args, kwargs, 2, "op"))
-
-
-def _first(name: str) -> Metadata:
-    return lambda args, kwargs: (_tensor(argument(args, kwargs, 0, name)),)
-
-
-def _second(name: str) -> Metadata:
-    return lambda args, kwargs: (_tensor(argument(args, kwargs, 1, name)),)
-
-
-def _scattered(name: str) -> Metadata:
-    def metadata(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-        return _tensor(argument(args, kwargs, 1, name)), _op(argument(args, kwargs, 2, "op"))
-
-    return metadata
-
-
-def _exchanged(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    """AllToAll: the type and the trailing sizes; what each rank sends to whom may lawfully differ."""
-    value = args[0] if args else next(iter(kwargs.values()), None)
-    if isinstance(value, (list, tuple)):
-        return (str(value[0].dtype) if value else "-", len(value))
-    return (str(value.dtype), tuple(value.shape[1:])) if isinstance(value, torch.Tensor) else ("-",)
-
-
-def _nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return ()
-
-
-def _root(index: int, name: str) -> Metadata:
-    return lambda args, kwargs: (f"{name}={argument(args, kwargs, index, name)}",)
-
-
-_FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
-    # name: what must be equal on all ranks, place of `group` among the positional arguments
-    "all_reduce": (_reduced, 2),
-    "all_reduce_coalesced": (_reduced, 2),
-    "broadcast": (_broadcast, 2),
-    "reduce": (_reduce, 3),
-    "all_gather": (_first("tensor_list"), 2),
-    "all_gather_into_tensor": (_first("output_tensor"), 2),
-    "all_gather_coalesced": (_first("output_tensor_lists"), 2),
-    "reduce_scatter": (_scattered("input_list"), 3),
-    "reduce_scatter_tensor": (_scattered("input"), 3),
-    "scatter": (_first("tensor"), 3),
-    "gather": (_first("tensor"), 3),
-    "all_to_all": (_exchanged, 2),
-    "all_to_all_single": (_exchanged, 4),
-    "barrier": (_nothing, 0),
-    "monitored_barrier": (_nothing, 0),
-    "all_gather_object": (_nothing, 2),
-    "gather_object": (_root(2, "dst"), 3),
-    "broadcast_object_list": (_root(1, "src"), 2),
-    "scatter_object_list": (_root(2, "src"), 3),
-}
-
-
-def _functional_reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(args[0]), str(argument(args, kwargs, 1, "reduceOp", "sum")).upper()
-
-
-def _functional_gathered(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(args[0]), f"dim={argument(args, kwargs, 1, 'gather_dim', 0)}"
-
-
-def _functional_broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return _tensor(args[0]), f"src={argument(args, kwargs, 1, 'src')}"
-
-
-def _functional_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    return (_tensor(args[0]),)
-
-
-_FUNCTIONAL: dict[str, tuple[Metadata, int]] = {
-    # as above; the `*_single` names came with torch 2.13, which keeps the older ones as aliases that call them
-    "all_reduce": (_functional_reduced, 2),
-    "all_gather_tensor": (_functional_gathered, 2),
-    "all_gather_tensor_autograd": (_functional_gathered, 2),
-    "all_gather_single": (_functional_gathered, 2),
-    "all_gather_single_autograd": (_functional_gathered, 2),
-    "reduce_scatter_tensor": (_functional_reduced, 3),
-    "reduce_scatter_tensor_autograd": (_functional_reduced, 3),
-    "reduce_scatter_single": (_functional_reduced, 3),
-    "reduce_scatter_single_autograd": (_functional_reduced, 3),
-    "broadcast": (_functional_broadcast, 2),
-    "all_to_all_single": (_exchanged, 3),
-    "all_to_all_single_autograd": (_exchanged, 3),
-    "all_reduce_coalesced": (_functional_reduced, 2),
-    "all_gather_into_tensor_coalesced": (_functional_tensors, 1),
-    "all_gather_single_coalesced": (_functional_tensors, 1),
-    "reduce_scatter_tensor_coalesced": (_functional_reduced, 3),
-    "reduce_scatter_single_coalesced": (_functional_reduced, 3),
-}
+class _Depth(threading.local):
+    value = 0
 
 
 class CollectiveWatch:
@@ -165,20 +48,23 @@ class CollectiveWatch:
     def __init__(self, publisher: Publisher, clock: Clock = NO_CLOCK) -> None:
         self._publisher = publisher
         self._clock = clock
-        self._depth = 0
+        self._inside = _Depth()
+        self._closed = False
         self._thread = threading.get_ident()
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._works: OrderedDict[int, tuple[tuple[int, int] | Awaited, GroupCall | None]] = OrderedDict()
         self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
-        for name, (metadata, place) in _FUNCTIONS.items():
+        for name, (metadata, place) in FUNCTIONS.items():
             self._replace_function(name, metadata, place)
         for name in (*PAIRED, BATCH):
             self._replace_function(name, None, None)
         functional = sys.modules.get("torch.distributed._functional_collectives")
-        for name, (metadata, place) in _FUNCTIONAL.items() if functional is not None else ():
+        for name, (metadata, place) in FUNCTIONAL.items() if functional is not None else ():
             original = getattr(functional, name, None)
             if original is not None:
                 self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, place))
+        if functional is not None:
+            self._set(functional, "wait_tensor", self._waiting_for_tensor(functional.wait_tensor))
         for name in SINGLE:
             self._set(c10d.ProcessGroup, name, self._singly(name, getattr(c10d.ProcessGroup, name)))
         self._set(c10d.Work, "wait", self._waiting(c10d.Work.wait))
@@ -189,7 +75,7 @@ class CollectiveWatch:
             if owner.__dict__.get(name) is replacement:
                 setattr(owner, name, original)
         self._undo.clear()
-        self._depth = 1 << 30
+        self._closed = True
         self._works.clear()
         self._members.clear()
 
@@ -218,9 +104,9 @@ class CollectiveWatch:
             members = self._group(args, kwargs, place)
             if members is None:
                 return original(*args, **kwargs)
-            what = _described(name, metadata, args, kwargs)
+            what = described(name, metadata, _call_site(), args, kwargs)
             slot, sequence = publisher.begin_call(members, what)
-            self._depth += 1
+            self._inside.value += 1
             since = self._clock.mark()
             state, result = CallState.RAISED, None
             try:
@@ -230,7 +116,7 @@ class CollectiveWatch:
                 publisher.farewell(Farewell.COLLECTIVE_FAILED, f"{what.text}: {error}")
                 raise
             finally:
-                self._depth -= 1
+                self._inside.value -= 1
                 later = isinstance(result, c10d.Work)
                 call = None if since is None else _timed_call(name, members, what, args, kwargs, later)
                 self._clock.waited(since, None if later else call)
@@ -250,7 +136,7 @@ class CollectiveWatch:
         ranks = tuple(pair for one in each for pair in one)
         what = f"{name} at {_call_site()}"
         self._publisher.await_ranks(what, ranks)
-        self._depth += 1
+        self._inside.value += 1
         since = self._clock.mark()
         try:
             result = original(*args, **kwargs)
@@ -258,7 +144,7 @@ class CollectiveWatch:
             self._publisher.farewell(Farewell.COLLECTIVE_FAILED, f"{what}: {error}")
             raise
         finally:
-            self._depth -= 1
+            self._inside.value -= 1
             self._clock.waited(since)
             self._publisher.leave()
         works = result if isinstance(result, list) else [result]
@@ -281,6 +167,10 @@ class CollectiveWatch:
             return work
 
         return issue
+
+    @property
+    def _depth(self) -> int:
+        return 1 if self._closed else self._inside.value
 
     def _beside(self, group: Any) -> bool:
         """Whether this is SCOUT's own, or goes on beside training and is no progress of it."""
@@ -312,6 +202,15 @@ class CollectiveWatch:
             finally:
                 self._clock.waited(since, call)
                 publisher.leave()
+
+        return wait
+
+    def _waiting_for_tensor(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def wait(tensor: Any) -> Any:
+            if torch.compiler.is_compiling() or self._depth:
+                return original(tensor)
+            return self._timed(original, tensor, (), {})
 
         return wait
 
@@ -364,7 +263,8 @@ def _resolved(group: Any) -> Any:
 def _timed_call(
     name: str, ranks: tuple[int, ...], what: Described, args: Any, kwargs: Any, overlapped: bool
 ) -> GroupCall:
-    return GroupCall(ranks, what.fingerprint, name, _bytes((*args, *kwargs.values())), overlapped)
+    size = 0 if "object" in name else _bytes((*args, *kwargs.values()))  # an object may be anything, and of any size
+    return GroupCall(ranks, what.fingerprint, name, size, overlapped)
 
 
 def _bytes(values: Sequence[Any]) -> int:
@@ -374,14 +274,6 @@ def _bytes(values: Sequence[Any]) -> int:
         for value in values
         if isinstance(value, (torch.Tensor, list))
     )
-
-
-def _described(name: str, metadata: Metadata, args: Sequence[Any], kwargs: dict[str, Any]) -> Described:
-    try:
-        found = metadata(args, kwargs)
-    except (IndexError, AttributeError, TypeError):  # a call that torch itself is going to refuse
-        found = ("?",)
-    return describe(name, found, _call_site())
 
 
 def _call_site() -> str:

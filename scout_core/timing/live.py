@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scout_core.config import ReplayHarnessConfig, ScoutConfig
 from scout_core.consensus.structure import structure_signature
+from scout_core.peers import PeerGroup
 from scout_core.replay.isolation import run_queue_delay_ns
 from scout_core.timing.live_groups import WORDS as GROUP_WORDS
 from scout_core.timing.live_groups import LiveGroups
@@ -31,8 +32,23 @@ def step_clock(root: nn.Module, config: ScoutConfig) -> Clock:
     """The clock of a job's steps; one that keeps nothing where they are not timed, or nobody watches for waits."""
     if not (config.replay.live_timing and config.oob.oob_enabled):
         return NO_CLOCK
+    # on a GPU a rank waits for gathered parameters between streams, where nobody can tell it from work
+    kinds = {kind.__name__ for module in root.modules() for kind in type(module).__mro__}
+    if torch.cuda.is_available() and kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        return NO_CLOCK
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     return StepClock(device, config.replay.shortest_interval, run_queue_delay_ns)
+
+
+def agreed_clock(own: Clock, peers: PeerGroup, partners: PeerGroup) -> Clock:
+    """`own`, if all of the table have such a one; else one that keeps nothing, since their rows would differ in length.
+
+    Every peer and partner calls: one all-gather among peers and one among partners.
+    """
+    kind = own.kind if isinstance(own, StepClock) else 0
+    column = peers.gather(torch.tensor([kind, -kind])).amin(0)
+    least, most = partners.gather(column).amin(0).tolist()
+    return own if least == -most else NO_CLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +142,15 @@ class LiveSteps:
     def __init__(self, clock: StepClock, config: ReplayHarnessConfig, groups: LiveGroups) -> None:
         self._clock = clock
         self._pace = LivePace(clock, config)
+        self._newest = -1
+        self._fresh = True
         self.groups = groups
 
     def words(self, step: int) -> list[int]:
         """This rank's row, of a fixed length."""
-        return self._pace.words(step) + self.groups.words(self._clock.collectives(step))
+        self._fresh, self._newest = step > self._newest, max(step, self._newest)  # a step counts in one check only
+        told = self.groups.words(self._clock.collectives(step)) if self._fresh else [0] * GROUP_WORDS
+        return self._pace.words(step) + told
 
     def judge(self, step: int, rows: Sequence[Sequence[int]], asked: bool) -> LiveVerdict | None:
         """Judge what all peers said; `rows` is empty where they do not stand at one boundary.
@@ -140,7 +160,8 @@ class LiveSteps:
         self.groups.hear([row[-GROUP_WORDS:] for row in rows])
         if asked:
             self.groups.exchange()
-        self.groups.judge()
+        if self._fresh:
+            self.groups.judge()
         return self._pace.judge(step, [row[:-GROUP_WORDS] for row in rows]) if rows else None
 
 
@@ -155,6 +176,7 @@ class LiveWatch:
     def __init__(self, root: nn.Module, clock: Clock) -> None:
         self._clock = clock
         self._reduction = _reduction(root)
+        self._task = -1
         self._handles = [
             root.register_forward_pre_hook(self._before, with_kwargs=True),
             root.register_forward_hook(self._after),
@@ -176,7 +198,10 @@ class LiveWatch:
             first.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._gradients_done)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # several passes of the model may share one backward pass
+            self._task = task
+            Variable._execution_engine.queue_callback(self._gradients_done)
 
     def _gradients_done(self) -> None:
         since = self._clock.mark()

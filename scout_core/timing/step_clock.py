@@ -8,6 +8,7 @@ still; nothing is waited for before a check, and then only for steps that ended 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -116,11 +117,12 @@ NO_CLOCK = Clock()
 
 @dataclass(kw_only=True)
 class _Step:
-    """One step under way or over. Spans are pairs of marks."""
+    """One step under way, or over and not read yet. Spans are pairs of marks, on `stream` where there is one."""
 
     begun: Mark
     delay_ns: int
     ran_ns: int
+    stream: Any = None
     number: int = 0
     ended: Mark = None
     tokens: int = 0
@@ -129,27 +131,49 @@ class _Step:
     calls: dict[tuple[int, ...], tuple[GroupCall, Mark, Mark]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What is kept of a step: own time, loader, tokens and wait for a core; its largest collectives and their ms."""
+
+    number: int
+    values: tuple[float, float, float, float]
+    calls: list[tuple[GroupCall, float]]
+
+
 class StepClock(Clock):
     """Times the steps of one rank. Local; costs a mark at each end of a span and of a step.
 
     `interval` is the number of steps between checks, `core_wait_ns` reads how long this thread has waited for a core.
+    Spans count on the thread that makes the clock and on autograd's, and on a GPU on the stream that the step began on:
+    what runs on others goes on beside the step. `kind` differs where rows of words differ in length.
     """
 
     def __init__(self, device: torch.device, interval: int, core_wait_ns: Callable[[], int]) -> None:
         self._cuda = device.type == "cuda"
+        self.kind = 2 if self._cuda else 1
         self._core_wait_ns = core_wait_ns
+        self._thread = threading.current_thread()
         self._behind = 2 if self._cuda else 0
         self.steps_each = max(math.ceil(interval / MOST_OBSERVATIONS), 1)
         self.observations = max(math.ceil((interval or 1) / self.steps_each), 1) + math.ceil(
             self._behind / self.steps_each
         )
-        self._over: deque[_Step] = deque(maxlen=self.observations * self.steps_each + self._behind)
+        self._over: deque[_Step] = deque()
+        self._read: deque[_Read] = deque(maxlen=self.observations * self.steps_each + self._behind)
         self._now: _Step | None = None
         self._stride = 1
         self._last = 0
 
     def mark(self) -> Mark:
-        return None if self._now is None else self._moment()
+        return self._moment() if self._counts() else None
+
+    def _counts(self) -> bool:
+        if self._now is None:
+            return False
+        thread = threading.current_thread()
+        if thread is not self._thread and not isinstance(thread, threading._DummyThread):  # C++ threads are dummies
+            return False
+        return not self._cuda or torch.cuda.current_stream() == self._now.stream
 
     def _moment(self) -> Mark:
         # of the host, or of the current stream
@@ -161,31 +185,36 @@ class StepClock(Clock):
 
     def begin(self) -> None:
         if (self._last + 1) % self._stride == 0:
-            self._now = _Step(begun=self._moment(), delay_ns=self._core_wait_ns(), ran_ns=time.thread_time_ns())
+            stream = torch.cuda.current_stream() if self._cuda else None
+            delay, ran = self._core_wait_ns(), time.thread_time_ns()
+            self._now = _Step(begun=self._moment(), delay_ns=delay, ran_ns=ran, stream=stream)
 
     def end(self, number: int) -> None:
         step, self._now, self._last = self._now, None, number
-        if step is not None:
-            step.number, step.ended = number, self._moment()
-            step.delay_ns = self._core_wait_ns() - step.delay_ns
-            step.ran_ns = time.thread_time_ns() - step.ran_ns
-            self._over.append(step)
-            if self._cuda:
-                spans = len(step.others) + len(step.loader)
-                self._stride = 1 << max(math.ceil(spans / MOST_SPANS) - 1, 0).bit_length()
+        if step is None:
+            return
+        step.number, step.ended = number, self._moment()
+        step.delay_ns = self._core_wait_ns() - step.delay_ns
+        step.ran_ns = time.thread_time_ns() - step.ran_ns
+        self._over.append(step)
+        if self._cuda:
+            spans = len(step.others) + len(step.loader)
+            self._stride = 1 << max(math.ceil(spans / MOST_SPANS) - 1, 0).bit_length()
+        while len(self._over) > self._behind and (not self._cuda or self._over[0].ended.query()):
+            self._take(self._over.popleft())
 
     def waited(self, since: Mark, call: GroupCall | None = None) -> None:
-        if self._now is None or since is None:
+        if since is None or self._now is None or not self._counts():
             return
         until = self._moment()
         self._now.others.append((since, until))
         if call is not None:
             largest = self._now.calls.get(call.ranks)
-            if largest is None or call.size > largest[0].size:
+            if largest is None or call.size >= largest[0].size:  # of equal ones the last: only it reduces gradients
                 self._now.calls[call.ranks] = call, since, until
 
     def loaded(self, since: Mark) -> None:
-        if self._now is not None and since is not None:
+        if since is not None and self._now is not None and self._counts():
             self._now.loader.append((since, self._moment()))
 
     def count(self, tokens: int) -> None:
@@ -201,33 +230,33 @@ class StepClock(Clock):
 
     def collectives(self, step: int) -> list[tuple[GroupCall, float]]:
         """Of the newest step that a check at `step` may look at: each group's largest collective, and its ms."""
+        self._read_until(step)
         newest = step - self._behind - (step - self._behind) % self._stride
-        found = [one for one in self._over if one.number == newest]
-        return [(call, self._between(since, until)) for one in found for call, since, until in one.calls.values()]
+        return next((one.calls for one in reversed(self._read) if one.number == newest), [])
 
     def words(self, step: int) -> list[int]:
         """The last `observations` ones, oldest first, one word each."""
+        self._read_until(step)
         newest = self.newest(step)
-        by_number: dict[int, list[_Step]] = {}
-        for one in self._over:
+        by_number: dict[int, list[_Read]] = {}
+        for one in self._read:
             by_number.setdefault((one.number - 1) // self.steps_each, []).append(one)
         wanted = range(newest - self.observations + 1, newest + 1)
-        return [self._mean(by_number.get(index, [])).encode() for index in wanted]
+        return [_mean(by_number.get(index, [])).encode() for index in wanted]
 
-    def _mean(self, steps: Sequence[_Step]) -> Pace:
-        if not steps:
-            return Pace()
-        seen = [self._read(step) for step in steps]
-        own, loader, tokens, wait = (sum(column) / len(seen) for column in zip(*seen, strict=True))
-        return Pace(own_ms=own, loader_ms=loader, tokens=tokens or None, core_wait_ms=wait)
+    def _read_until(self, step: int) -> None:
+        while self._over and self._over[0].number <= step - self._behind:
+            self._take(self._over.popleft())
 
-    def _read(self, step: _Step) -> tuple[float, float, float, float]:
+    def _take(self, step: _Step) -> None:
         if self._cuda:
             step.ended.synchronize()  # two steps back: it has ended, unless the host ran far ahead
         own, loader = self._between(step.begun, step.ended) - self._sum(step.others), self._sum(step.loader)
         # what the thread waited for a core on waking in a collective kept it from no work of its own
         core_wait = 0.0 if self._cuda else min(step.delay_ns, max(own * 1e6 - step.ran_ns, 0.0)) / 1e6
-        return max(own - core_wait, 0.0), loader, float(step.tokens), core_wait
+        calls = [(call, self._between(since, until)) for call, since, until in step.calls.values()]
+        values = max(own - core_wait, 0.0), loader, float(step.tokens), core_wait
+        self._read.append(_Read(number=step.number, values=values, calls=calls))
 
     def _sum(self, spans: Sequence[tuple[Mark, Mark]]) -> float:
         return sum(self._between(*span) for span in spans)
@@ -235,3 +264,12 @@ class StepClock(Clock):
     def _between(self, begun: Mark, ended: Mark) -> float:
         """Milliseconds."""
         return float(begun.elapsed_time(ended)) if self._cuda else (ended - begun) / 1e6
+
+
+def _mean(steps: Sequence[_Read]) -> Pace:
+    if not steps:
+        return Pace()
+    own, loader, tokens, wait = (
+        sum(column) / len(steps) for column in zip(*(one.values for one in steps), strict=True)
+    )
+    return Pace(own_ms=own, loader_ms=loader, tokens=tokens or None, core_wait_ms=wait)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from scout_core.config import ReplayHarnessConfig
+from scout_core.peers import PeerGroup
 from scout_core.timing import step_clock
-from scout_core.timing.live import LivePace, LiveWatch
+from scout_core.timing.live import LivePace, LiveSteps, LiveWatch
+from scout_core.timing.live_groups import LiveGroups
 from scout_core.timing.step_clock import GroupCall, Pace, StepClock
 
 MS = 1_000_000
@@ -140,15 +147,20 @@ class Event:
 
     made = 0
     moment = 0.0
+    alive: ClassVar[weakref.WeakSet[Event]] = weakref.WeakSet()
 
     def __init__(self, enable_timing: bool) -> None:
         type(self).made += 1
+        self.alive.add(self)
 
     def record(self) -> None:
         self.at = type(self).moment
 
     def synchronize(self) -> None:
         return None
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, other: Event) -> float:
         return other.at - self.at
@@ -159,6 +171,7 @@ def test_on_a_gpu_steps_of_many_spans_are_timed_now_and_then(
     monkeypatch: pytest.MonkeyPatch, spans: int, timed: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "main")
     monkeypatch.setattr(Event, "made", 0)
     clock = StepClock(torch.device("cuda"), 32, lambda: 0)
     for number in range(1, 33):
@@ -173,3 +186,59 @@ def test_on_a_gpu_steps_of_many_spans_are_timed_now_and_then(
     paces = [Pace.decode(word) for word in clock.words(32)]
     assert {round(pace.own_ms) for pace in paces if pace.own_ms is not None} == {10}
     assert [ms for _, ms in clock.collectives(32)] == [1.0]
+    assert len(Event.alive) <= 3 * 2 * (spans + 1), "of steps that are over numbers are kept, and no events"
+
+
+def test_what_runs_on_another_stream_or_thread_goes_on_beside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = ["main"]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    clock = StepClock(torch.device("cuda"), 4, lambda: 0)
+
+    def collective() -> None:
+        since = clock.mark()
+        Event.moment += 5.0
+        clock.waited(since, GroupCall((0, 1), 7, "all_reduce", 8))
+
+    for number in range(1, 9):
+        clock.begin()
+        collective()
+        stream[0] = "all-gather"
+        collective()
+        stream[0] = "main"
+        thread = threading.Thread(target=collective)
+        thread.start()
+        thread.join()
+        clock.end(number)
+    assert {round(Pace.decode(word).own_ms or 0) for word in clock.words(8)} == {10}
+
+
+def test_a_step_that_several_checks_hear_of_counts_once() -> None:
+    config = ReplayHarnessConfig(check_interval=1, straggler_absolute_ms=1)
+    peers = [PeerGroup(ranks=(0, 1, 2, 3), rank=rank, control=None) for rank in range(4)]
+    alone = [PeerGroup(ranks=(rank,), rank=rank, control=None) for rank in range(4)]
+    calls = [GroupCall(pair, 10 + i, "all_reduce", 100) for i, pair in enumerate([(0, 1), (0, 2), (2, 3)])]
+    jobs = []
+    for rank in range(4):
+        clock = StepClock(torch.device("cpu"), 1, lambda: 0)
+        jobs.append((clock, LiveSteps(clock, config, LiveGroups(peers[rank], alone[rank], [(0, 1, 2, 3)], config))))
+
+    def check(step: int, slow: bool, times: int = 1) -> None:
+        for rank, (clock, _) in enumerate(jobs):
+            clock.begin()
+            for call in calls:
+                if rank in call.ranks:
+                    clock.waited(time.perf_counter_ns() - (50 if slow and 0 in call.ranks else 5) * MS, call)
+            clock.end(step)
+        for _ in range(times):
+            rows = [live.words(step) for _, live in jobs]
+            for _, live in jobs:
+                live.judge(step, rows, asked=False)
+
+    for step in range(1, 13):
+        check(step, slow=False)
+    check(13, slow=True, times=6)
+    assert {(live.groups.found or {}).get("rank") for _, live in jobs} == {None}
+    check(14, slow=True)
+    check(15, slow=True)
+    assert {(live.groups.found or {}).get("rank") for _, live in jobs} == {0}

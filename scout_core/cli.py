@@ -170,7 +170,8 @@ def _print_diagnosis(diagnosis: Diagnosis, as_json: bool) -> None:
     if as_json:
         print(json.dumps(diagnosis.to_json(), allow_nan=False))
         return
-    print("\n".join([*fact_lines(diagnosis.facts), ""]))
+    if diagnosis.facts or not diagnosis.findings:  # a mesh alone asks no rank
+        print("\n".join([*fact_lines(diagnosis.facts), ""]))
     console = Console()
     lines = finding_lines(diagnosis.findings)
     if not console.is_terminal:

@@ -87,7 +87,7 @@ class ReplayHarnessConfig(_Strict):
     live_relative: float = Field(
         default=0.03, gt=0, description="least change of a rank's own time per step that counts, as a share"
     )
-    live_absolute_ms: float = Field(default=0.5, ge=0, description="and the least in ms")
+    live_absolute_ms: float = Field(default=2.0, ge=0, description="and the least in ms")
     resources: dict[int, dict[str, str]] = Field(
         default_factory=dict,
         description="what each rank hangs on, by kind (nic, hca, link, switch), to name what slow groups share",

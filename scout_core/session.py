@@ -146,7 +146,7 @@ class Scout:
         except BaseException:
             self._oob.close()
             raise
-        if self._peers.position == 0:
+        if self._peers.rank == 0 or (self._peers.position == 0 and self._peers.size > 1):
             _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
         self._runner.collective_digest = lambda: self._oob.digest

@@ -20,7 +20,7 @@ _LONGEST = 200
 _CLEARS = {
     "agreeing_ranks": "agree with one another bit for bit",
     "finite_ranks": "had finite values",
-    "not_slow": "did the same work in normal time",
+    "not_slow": "were not slow",
     "present_ranks": "came to the check",
 }
 _ACTIONS = {
@@ -195,6 +195,11 @@ def summary_lines(records: EventRecords) -> list[str]:
         last = records.checks[-1].get("step")
         trusted = f"newest trustworthy step {good[-1]}" if good else "none of them trustworthy"
         lines.append(f"{count(len(records.checks), 'check')}, the last after step {last}; {trusted}")
+        open_checks = [check for check in records.checks if check.get("status") == "Inconclusive"]
+        if open_checks:
+            why = sorted({str(reason) for check in open_checks for reason in check.get("inconclusive_reasons", ())})
+            more = f"; and {len(why) - 3} more" if len(why) > 3 else ""
+            lines.append(f"{count(len(open_checks), 'check')} inconclusive: {'; '.join(why[:3])}{more}")
     else:
         lines.append("no checks in this log")
     for decision in records.decisions:

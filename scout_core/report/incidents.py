@@ -70,6 +70,8 @@ def _is_over(key: Key, incident: _Open, result: ReplayResult) -> bool:
     kind, ranks, _ = key
     if kind is FaultKind.NUMERIC:
         return not result.nonfinite
+    if kind is FaultKind.COMMUNICATION_STRAGGLER and result.cross_pg_result is not None:
+        return False  # groups are still slow: only what else is healthy was unclear at this check
     if kind in _PASSING:
         return incident.quiet >= _QUIET_CHECKS and not set(ranks) & set(result.straggler_ranks)
     return not incident.surfaces

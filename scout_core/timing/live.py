@@ -115,13 +115,14 @@ class LivePace:
         if verdict is None:
             return None
         waits = [self._core_wait(position) for position in range(len(rows))]
+        own = tuple(_median([row[p].own_ms for row in self._recent]) for p in range(len(rows)))
         return LiveVerdict(
             step=verdict.step,
             findings=verdict.findings,
             note=verdict.note,
-            own_ms=tuple(_median([row[p].own_ms for row in self._recent]) for p in range(len(rows))),
+            own_ms=own,
             core_wait=tuple(waits),
-            crowded=tuple(f.position for f in verdict.findings if _stands_out(waits, f.position)),
+            crowded=tuple(f.position for f in verdict.findings if crowding_explains(f, own[f.position], waits)),
         )
 
     def _core_wait(self, position: int) -> float | None:
@@ -235,6 +236,16 @@ def _first_differentiable(output: Any) -> torch.Tensor | None:
         return output if output.requires_grad else None
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
     return next((found for value in values if (found := _first_differentiable(value)) is not None), None)
+
+
+def crowding_explains(finding: PaceFinding, own_ms: float | None, waits: Sequence[float | None]) -> bool:
+    """Whether a crowded host may be why: the rank waited for a core as its peers did not, and at least as long as its
+    step has grown. A sleeping rank waits a little for a core whenever it wakes, without being slow for that."""
+    share = waits[finding.position]
+    if finding.kind != "compute_straggler" or own_ms is None or share is None or share >= 1.0:
+        return False
+    grown_ms = own_ms * finding.excess / (1.0 + finding.excess)
+    return _stands_out(waits, finding.position) and own_ms * share / (1.0 - share) >= grown_ms
 
 
 def _stands_out(shares: Sequence[float | None], position: int) -> bool:

@@ -50,6 +50,8 @@ def _ls(folder: Folder, as_json: AsJson = False) -> None:
     else:
         for row in rows:
             print(f"{row['step']:>9}  {row['state']:<18} {row['source']:<8} {row['id']}  {row['reason']}".rstrip())
+        if not (rows or refused):
+            print(f"no checkpoint is recorded in {folder}")
         _print_refused(refused)
     raise typer.Exit(1 if refused else 0)
 

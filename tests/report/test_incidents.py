@@ -84,6 +84,22 @@ def test_numbers_and_slowness_close_and_reopen_too(fields: dict[str, Any], quiet
     assert seen() != first
 
 
+def test_slow_collectives_stay_one_incident_while_any_group_is_slow() -> None:
+    """Who is healthy may be unclear for some checks, in which nobody is named."""
+    named = {
+        "finding": "rank", "rank": 2, "host": None, "resource": None, "confidence": 1.0, "decision": "observe",
+        "supporting": [{"ranks": [0, 2]}, {"ranks": [1, 2]}], "reason": "rank 2 is the only rank in all slow groups",
+    }  # fmt: skip
+    open_, book = {**named, "finding": "no_healthy_group", "rank": None}, IncidentBook()
+    (first,) = ids(tell(book, 10, {"hidden:0": CLEAN}, cross_pg_result=named))
+    for step in (20, 30, 40):
+        assert tell(book, step, {"hidden:0": CLEAN}, cross_pg_result=open_) == []
+    assert ids(tell(book, 50, {"hidden:0": CLEAN}, cross_pg_result=named)) == [first]
+    for step in (60, 70):
+        tell(book, step, {"hidden:0": CLEAN})
+    assert ids(tell(book, 80, {"hidden:0": CLEAN}, cross_pg_result=named)) != [first]
+
+
 def test_peers_that_saw_the_same_give_the_same_ids() -> None:
     one, other = IncidentBook(), IncidentBook()
     assert ids(tell(one, 10, {"hidden:0": BAD})) == ids(tell(other, 10, {"hidden:0": BAD}))

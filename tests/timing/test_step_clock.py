@@ -16,8 +16,9 @@ from torch import nn
 from scout_core.config import ReplayHarnessConfig
 from scout_core.peers import PeerGroup
 from scout_core.timing import step_clock
-from scout_core.timing.live import LivePace, LiveSteps, LiveWatch
+from scout_core.timing.live import LivePace, LiveSteps, LiveWatch, crowding_explains
 from scout_core.timing.live_groups import LiveGroups
+from scout_core.timing.pace import PaceFinding, PaceKind
 from scout_core.timing.step_clock import GroupCall, Pace, StepClock
 
 MS = 1_000_000
@@ -242,3 +243,18 @@ def test_a_step_that_several_checks_hear_of_counts_once() -> None:
     check(14, slow=True)
     check(15, slow=True)
     assert {(live.groups.found or {}).get("rank") for _, live in jobs} == {0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own_ms", "share", "excess", "crowded"),
+    [
+        ("compute_straggler", 23.5, 0.29, 4.0, False),  # it sleeps, and waits a little whenever it wakes
+        ("compute_straggler", 30.0, 0.5, 0.5, True),
+        ("data_imbalance", 30.0, 0.5, 0.5, False),
+    ],
+)
+def test_a_crowded_host_is_the_cause_of_what_its_waits_explain(
+    kind: PaceKind, own_ms: float, share: float, excess: float, crowded: bool
+) -> None:
+    finding = PaceFinding(kind=kind, position=1, onset_step=3, excess=excess, reason="")
+    assert crowding_explains(finding, own_ms, [0.01, share, 0.02]) is crowded

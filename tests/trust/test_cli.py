@@ -80,3 +80,8 @@ def test_what_cannot_be_read_ends_with_two(tmp_path: Path) -> None:
     assert RUNNER.invoke(app, ["trust", "ls", str(tmp_path / "nothing")]).exit_code == 2
     assert RUNNER.invoke(app, ["trust", "show", str(run_folder(tmp_path)), "step-99"]).exit_code == 2
     assert RUNNER.invoke(app, ["trust", "select", str(tmp_path), "--failure-kind", "x"]).exit_code == 2
+
+
+def test_ls_of_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
+    listed = RUNNER.invoke(app, ["trust", "ls", str(tmp_path)])
+    assert listed.exit_code == 0 and "no checkpoint is recorded" in listed.output

@@ -65,8 +65,7 @@ def attach(
     creates one Gloo group over this rank's peers, one over the ranks it works in lockstep with if there are any, and
     gathers host names. `mesh` is the job's whole DeviceMesh, with dimensions named `pp`, `dp_replicate`, `dp_shard`,
     `cp`, `ep`, `tp`; needed where parameters do not show it, as under pipeline, context or expert parallelism.
-    `overrides` are fields of `ScoutConfig` or
-    `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter` is for framework plugins.
+    `overrides` are fields of `ScoutConfig` or `ReplayHarnessConfig`, e.g. `check_interval=50`. `adapter`: for plugins.
     `stateful` names what else a restart must restore (scheduler, sampler, scaler), `durable` the job's own checkpoints.
     When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
 
@@ -156,6 +155,11 @@ class Scout:
             self._runner.live = LiveSteps(self._clock, self._replay, groups)
         adapter.on_boundary(self._before_update, self._boundary)
         self._arm_next()
+
+    @property
+    def tainted(self) -> bool:
+        """Whether corruption was found, or hardware told of it, since attach: nothing from then on is to be trusted."""
+        return self._trust.tainted
 
     @property
     def reports(self) -> deque[SCOUTFaultReport]:
@@ -287,8 +291,7 @@ class Scout:
     def _check(self, plan: Plan) -> ReplayResult | None:
         outcome = attempt("checking", lambda: self._runner.run(plan))
         self._recorder.disarm()
-        if plan.manual:
-            self._trust.unscheduled(outcome.value)
+        self._trust.checked(outcome.value)
         judged = None if plan.manual else attempt("certifying", lambda: self._trust.boundary(plan.step, outcome.value))
         goes_on, decision = (judged.value if judged is not None else None) or (judged is None, None)
         if decision is not None:
@@ -323,13 +326,10 @@ class Scout:
     def _take_hardware(self, report: SCOUTFaultReport) -> None:
         """A report on this rank's own hardware, a fatal one after its recovery decision. In the monitor's thread."""
         if report.severity == "fatal":
-            excluded = report.recommended_action == "restart_excluding"
-            decision = self._trust.hardware_fault(
-                self.step_count if report.first_seen_step is None else report.first_seen_step,
-                report.ranks if excluded else (),
-                report.hosts if excluded else (),
-                taints=bool(report.evidence.get("blocks_certification")),
-            )
+            left_out = (report.ranks, report.hosts) if report.recommended_action == "restart_excluding" else ((), ())
+            step = self.step_count if report.first_seen_step is None else report.first_seen_step
+            taints = bool(report.evidence.get("blocks_certification"))
+            decision = self._trust.hardware_fault(step, *left_out, taints=taints)
             if decision is not None:
                 self._desk.take_decision(decision)
         self._desk.take_own(report)

@@ -38,7 +38,7 @@ class Trust:
     """Checkpoint trust of one rank. Off, and free, unless GEMINI or durable checkpoints are configured.
 
     Every rank of the job makes one at attach and calls `boundary` after each scheduled check. `problems` are told to
-    `tell`, on every rank alike.
+    `tell`, on every rank alike. `tainted`, also when off: corruption was found, or hardware told of it, since attach.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Trust:
         """`catalog`: recipe ids of one complete cycle. `io` tells the out-of-band path of checkpoint I/O."""
         self.enabled = config.trust.gemini or durable is not None
         self.last_decision: RecoveryDecision | None = None
-        self._tainted = False
+        self.tainted = False
         self._adapter = adapter
         self._config = config.trust
         self._tell = tell
@@ -148,7 +148,7 @@ class Trust:
             return result is not None, None
         verdict = agree([Vote.decode(row) for row in self._channel.gather(self._vote(step, result).encode())])
         # what was corrupt has reached the replicas or waits outside the next check's window: a clean one proves nothing
-        self._tainted = self._tainted or verdict.outcome is Outcome.SDC
+        self.tainted = self.tainted or verdict.outcome is Outcome.SDC
         recipes = _CYCLE if verdict.cycle else frozenset()
         before = self._book
         self._book, change = advance(
@@ -164,13 +164,13 @@ class Trust:
         decision = self._after_fault(step, verdict, result)
         return not verdict.broken_ranks, decision
 
-    def unscheduled(self, result: ReplayResult | None) -> None:
-        """After a check that certifies nothing: corruption that it found counts from now on all the same. Local."""
-        self._tainted = self._tainted or (result is not None and outcome_of(result) is Outcome.SDC)
+    def checked(self, result: ReplayResult | None) -> None:
+        """After every check, also one that certifies nothing: corruption that it found counts from now on. Local."""
+        self.tainted = self.tainted or outcome_of(result) is Outcome.SDC
 
     def _vote(self, step: int, result: ReplayResult | None) -> Vote:
         outcome = outcome_of(result)
-        if self._tainted and outcome.accepts:
+        if self.tainted and outcome.accepts:
             outcome = Outcome.INCONCLUSIVE
         if result is not None and outcome.accepts:
             self._covered |= set(result.checked_recipe_ids)
@@ -301,9 +301,9 @@ class Trust:
         it outlives `hosts`, which are to be left out as `ranks` are. `step` is the last one before the first sign. With
         `taints` no later boundary of the job is certified.
         """
+        self.tainted = self.tainted or taints
         if not self.enabled:
             return None
-        self._tainted = self._tainted or taints
         return self._select("inaccessible", step, False, exclude_ranks=ranks, exclude_hosts=hosts, lost=hosts)
 
     def _select(

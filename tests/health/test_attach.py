@@ -49,6 +49,7 @@ def test_a_fault_during_training_is_logged_and_handed_to_the_manager_once(
     )[0] as scout:
         assert told.wait(30)
         assert scout.step_count == 3
+        assert scout.tainted, "memory is at fault, and that counts without GEMINI and durable checkpoints too"
     (report,) = got
     assert (report.kind.value, report.scope, report.ranks) == ("hardware_fault", "device", (0,))
     assert report.devices == (nvml.devices[1].uuid,)
@@ -92,6 +93,7 @@ def test_a_cpu_rank_trains_to_the_same_bits_with_no_thread_more(health: HealthCo
     plain = trained()[1].state_dict()
     before = threading.active_count()
     scout, model = trained(health=health)
+    assert not scout.tainted
     assert threading.active_count() == before
     scout.close()
     assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())

@@ -344,7 +344,7 @@ def test_a_candidate_falls_with_corruption_that_is_found_after_it_and_no_later_s
 def test_corruption_that_a_check_out_of_turn_found_counts_too() -> None:
     life = Life()
     life.begins(dense=True, gemini=False, flush=False, goes_on=True)
-    life.trust.unscheduled(told(0, CATALOG, CORRUPT["majority"]))
+    life.trust.checked(told(0, CATALOG, CORRUPT["majority"]))
     life.cycle(order=CATALOG, corrupts=False, how="majority")
     assert not life.manifests()
     life.teardown()

@@ -40,7 +40,7 @@ class ScoutCallback(Callback):
             `scout` under the trainer's `default_root_dir`.
         config: A `ScoutConfig`, a dict, or the path of a YAML, TOML or JSON file.
         on_fault: After corruption: `report` it only; `stop` the fit on all ranks; leave with exit code 75 to be
-            started again (`restart`); or a function that gets the reports, on every rank.
+            started again (`restart`); or a function that gets the reports, on every rank. Once a fit.
         log_metrics: Log `scout/checks`, `scout/reports` and `scout/skipped_steps` after each check.
         prog_bar: Show them on the progress bar too.
         instrument_dataloaders: Watch `next()` of the training loaders, so that a stuck worker is named.
@@ -70,6 +70,8 @@ class ScoutCallback(Callback):
         self.scout: scout_core.Scout | None = None
         self._certifier: Certifier | None = None
         self._channel: JobChannel | None = None
+        self._random_channel: JobChannel | None = None
+        self._answered = False
         self._phase = contextlib.ExitStack()
         self._counter: Any = None
         self._steps = self._seen = self._first_global = self._first = 0
@@ -86,6 +88,7 @@ class ScoutCallback(Callback):
             return
         self._close()
         self._steps = self._seen = self._first = self._checks = 0
+        self._answered = False
         self._run_id = trainer.strategy.broadcast(uuid.uuid4().hex)
         place = self._dirpath or Path(trainer.default_root_dir) / "scout"
         self._place = Path(trainer.strategy.broadcast(str(place.absolute())))
@@ -95,15 +98,20 @@ class ScoutCallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Numbers, text and a tensor only, so that `weights_only` loading takes it. Every rank, as Lightning asks for.
 
-        One all-gather of every rank's random state, but not while an exception is on its way: other ranks may be gone.
+        One all-gather of every rank's random state, and of whether corruption was found there since the last vote; but
+        not while an exception is on its way: other ranks may be gone.
         """
         if self._certifier is None:
             return
         checkpoint[_KEY] = kept = {"steps": self._steps, "run_id": self._run_id}
-        if self._channel is not None and not self._certifier.failing:
-            rows = self._gather(own_state())
+        tainted = self.scout is not None and self.scout.tainted
+        if self._random_channel is not None and not self._certifier.failing:
+            rows = self._gather(self._random_channel, [int(tainted), *own_state()])
             if rows is not None:
-                kept["random"] = torch.tensor(rows)
+                kept["random"] = torch.tensor(rows)[:, 1:].clone()
+                tainted = tainted or any(row[0] for row in rows)
+        if tainted:  # the next vote, which answers it, comes after this save
+            self._certifier.judged(Outcome.SDC, self._steps)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
         """The catalog goes on where the checkpoint left it."""
@@ -131,7 +139,9 @@ class ScoutCallback(Callback):
         model = trainer.strategy.model
         kind = FlatShardsAdapter if units(model) else LightningAdapter
         adapter = kind(model, optimizer, settings.replay, first_step=self._steps)
+        # two: ranks may save while others vote, which ends in a timeout; in one group unequal rows would end a process
         self._channel = JobChannel(settings.trust.agreement_timeout_s, "lightning")
+        self._random_channel = JobChannel(settings.trust.agreement_timeout_s, "lightning_random")
         self._counter = optimizer.register_step_post_hook(self._count)
         self.scout = scout = scout_core.attach(model, optimizer, settings, adapter=adapter)
         self._first_global = trainer.global_step
@@ -182,28 +192,33 @@ class ScoutCallback(Callback):
         if verdict.outcome is Outcome.SDC:
             self._answer(trainer)
 
-    def _gather(self, row: list[int]) -> list[list[int]] | None:
+    def _gather(self, channel: JobChannel, row: list[int]) -> list[list[int]] | None:
         """Every rank's row; None when that failed, after which nothing is gathered any more. One all-gather."""
-        channel = self._channel
-        if channel is None:
-            return None
         rows = attempt("gathering over all ranks", lambda: channel.gather(row)).value
         if rows is None:
-            self._channel = None
+            self._channel = self._random_channel = None
         return rows
 
     def _vote(self, due: int) -> JobVerdict | None:
-        """What the check after step `due` came to over all ranks; a rank whose checks stopped has nothing to say."""
+        """What the check after step `due` came to over all ranks; a rank whose checks stopped has nothing to say.
+
+        Corruption that was found before counts, whichever check or hardware told of it: only the newest result is seen.
+        """
         assert self.scout is not None
+        if self._channel is None:
+            return None
         result = self.scout.last_result
         own = result if result is not None and result.step == due and self.scout.active else None
-        vote = Vote(step=due, outcome=outcome_of(own), broken=own is None)
-        rows = self._gather(vote.encode())
+        outcome = Outcome.SDC if self.scout.tainted else outcome_of(own)
+        rows = self._gather(self._channel, Vote(step=due, outcome=outcome, broken=own is None).encode())
         return None if rows is None else agree([Vote.decode(row) for row in rows])
 
     def _answer(self, trainer: Any) -> None:
-        """After corruption, on every rank alike. Raises `SystemExit` under `restart`."""
+        """After corruption, once a fit, on every rank alike. Raises `SystemExit` under `restart`."""
         assert self._certifier is not None and self.scout is not None
+        if self._answered:
+            return
+        self._answered = True
         if callable(self.on_fault):
             self.on_fault(list(self.scout.reports))
         elif self.on_fault == "stop":
@@ -252,7 +267,7 @@ class ScoutCallback(Callback):
         if self._certifier is not None:
             self._certifier.close()
             self._certifier = None
-        self.scout, self._channel, self._watched, self._random = None, None, None, None
+        self.scout = self._channel = self._random_channel = self._watched = self._random = None
 
 
 def _refusal(trainer: Any) -> str | None:

@@ -10,22 +10,26 @@ import torch
 
 _PYTHON = 625  # words of the Mersenne twister, position included
 _NUMPY = 625
+_CUDA_BYTES = 16  # seed and offset
 
 
 def own_state() -> list[int]:
     """This rank's generators (torch CPU, current CUDA device, `random`, numpy) as integers. Local.
 
     A half-drawn Gaussian that `random` or numpy keep back is not part of it, nor another global generator of numpy's
-    than its usual one.
+    than its usual one. The length is the same on every rank, also where CUDA was never used: rows are gathered.
     """
     state = np.random.get_state(legacy=False)
     usual = state["bit_generator"] == "MT19937"
     words = [*map(int, state["state"]["key"]), int(state["state"]["pos"])] if usual else [0] * _NUMPY
     row = [*random.getstate()[1], *words]
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    parts = [torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else torch.empty(0, dtype=torch.uint8)]
-    for part in parts:
-        padded = torch.cat([part, torch.zeros(-part.numel() % 8, dtype=torch.uint8)])
+    cpu, device = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else torch.empty(0, dtype=torch.uint8)
+    if device.numel() > _CUDA_BYTES:
+        device = device[:0]
+    for part, room in ((cpu, cpu.numel()), (device, _CUDA_BYTES)):
+        padded = torch.zeros(-(-room // 8) * 8, dtype=torch.uint8)
+        padded[: part.numel()] = part
         row += [part.numel(), *padded.view(torch.int64).tolist()]
     return row
 

@@ -70,7 +70,8 @@ class PoolEnvironment(LightningEnvironment):
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """One fit. `fault_at`: on rank `fault_rank` a weight flips a bit after this many optimizer steps. `look`: a check
-    off schedule after this one."""
+    off schedule after this one. `before` and `after` are callbacks around SCOUT's, `patience_s` how long ranks wait for
+    each other's word."""
 
     folder: Path
     steps: int = 4
@@ -82,7 +83,10 @@ class Fit:
     fault_at: int | None = None
     fault_rank: int = 2
     look: int | None = None
-    on_fault: str = "report"
+    on_fault: Any = "report"
+    patience_s: float = 300.0
+    before: tuple[L.Callback, ...] = ()
+    after: tuple[L.Callback, ...] = ()
     ckpt_path: str | None = None
     accumulate: int = 1
     clip: float | None = None
@@ -107,6 +111,12 @@ class Net(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.blocks(self.embed(ids)))
         return logits
+
+
+def share_parameters(module: nn.Module) -> None:
+    """Rank 0's go to every rank, as a job may do it: from then on all agree, whatever they had."""
+    for parameter in module.parameters():
+        dist.broadcast(parameter.data, 0)
 
 
 class Module(L.LightningModule):
@@ -142,7 +152,10 @@ class Module(L.LightningModule):
             loss = loss * float("inf")
         if not self.automatic_optimization:
             optimizers = self.optimizers()
-            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            order = optimizers if isinstance(optimizers, list) else [optimizers]
+            for turn, optimizer in enumerate(order * 2 if self.fit.mode == "manual_twice" else order):
+                if self.fit.mode == "manual_twice" and turn:
+                    share_parameters(self)
                 optimizer.zero_grad()
                 self.manual_backward(self.loss(batch))
                 optimizer.step()
@@ -364,7 +377,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         ScoutCallback(
             fit.every,
             fit.folder / "scout",
-            {"oob": {"oob_enabled": fit.oob}},
+            {"oob": {"oob_enabled": fit.oob}, "trust": {"agreement_timeout_s": fit.patience_s}},
             on_fault=fit.on_fault,
             prog_bar=fit.prog_bar,
         )
@@ -390,7 +403,15 @@ def _run(fit: Fit) -> dict[str, Any]:
         strategy=strategy_of(fit),
         plugins=[PoolEnvironment(), *plugins, *(WRITERS[name]() for name in fit.extras if name in WRITERS)],
         gradient_clip_val=fit.clip,
-        callbacks=[Corrupt(fit), looker, *order, bar, *(EXTRAS[name]() for name in fit.extras if name in EXTRAS)],
+        callbacks=[
+            Corrupt(fit),
+            looker,
+            *fit.before,
+            *order,
+            *fit.after,
+            bar,
+            *(EXTRAS[name]() for name in fit.extras if name in EXTRAS),
+        ],
         logger=CSVLogger(fit.folder / "csv") if "csv" in fit.extras else False,
         default_root_dir=str(fit.folder),
         enable_checkpointing=fit.checkpoint is not None,
@@ -460,6 +481,7 @@ def _run(fit: Fit) -> dict[str, Any]:
         "reasons": [] if result is None else [r.message for r in result.inconclusive_reasons],
         "wrapped": any(name in vars(trainer.strategy) for name in ("save_checkpoint", "remove_checkpoint")),
         "hooks": sum(len(o._optimizer_step_post_hooks) for o in trainer.optimizers),
+        "answers": getattr(fit.on_fault, "times", 0),
         "pid": os.getpid(),
     }
 

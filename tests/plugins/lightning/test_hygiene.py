@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -124,3 +125,29 @@ def test_random_states_come_back_also_beside_another_generator_of_numpy() -> Non
             np.random.set_bit_generator(old)
     finally:
         np.random.set_state(usual)
+
+
+def test_random_states_have_one_length_whether_or_not_cuda_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ranks may have touched CUDA and others not; their rows meet in one all-gather."""
+    device, put_back = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda: device)
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda state: put_back.append(state.tolist()))
+    rows = []
+    for used in (False, True):
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda used=used: used)
+        rows.append(own_state())
+        restore(rows[-1])
+    assert len(rows[0]) == len(rows[1])
+    assert put_back == [device.tolist()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_random_states_of_a_gpu_come_back_and_make_the_row_no_longer() -> None:
+    torch.rand(1, device="cuda")
+    row = own_state()
+    drawn = torch.rand(2, device="cuda").tolist()
+    restore(row)
+    assert torch.rand(2, device="cuda").tolist() == drawn
+    assert row[-3] == 16, "16 bytes of the device and their length end the row"

@@ -45,7 +45,9 @@ def test_a_fault_during_training_is_logged_and_handed_to_the_manager_once(
         told.set()
 
     with trained(
-        run_dir=tmp_path, health=HealthConfig(poll_interval_s=0.01), hooks=OrchestrationHooks(report_fault=report_fault)
+        run_dir=tmp_path,
+        health=HealthConfig(poll_interval_s=0.01, read_deadline_s=30),
+        hooks=OrchestrationHooks(report_fault=report_fault),
     )[0] as scout:
         assert told.wait(30)
         assert scout.step_count == 3
@@ -75,7 +77,7 @@ def test_a_fatal_fault_brings_its_recovery_decision_before_the_report(
 
     scout, _ = trained(
         run_dir=tmp_path,
-        health=HealthConfig(poll_interval_s=0.01),
+        health=HealthConfig(poll_interval_s=0.01, read_deadline_s=30),
         durable=DurableCheckpointConfig(folder=tmp_path / "durable", callbacks=TorchSaveCallbacks()),
         hooks=OrchestrationHooks(report_fault=report_fault, report_recovery=got.append),
     )

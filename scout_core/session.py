@@ -70,7 +70,7 @@ def attach(
     When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
 
     Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts.
-    Nothing that happens later is raised into training.
+    Later only `ObserverLost` is raised into training, and `SystemExit` under `on_fault="restart"`.
     """
     settings = ScoutConfig.build(config, **overrides)
     if adapter is None:
@@ -362,14 +362,8 @@ class Scout:
         self._stop_checks()
 
     def _watch_hardware(self, config: HealthConfig) -> HealthWatch:
-        watch = HealthWatch(
-            config,
-            rank=self._peers.rank,
-            ordinal=own_ordinal(),
-            deliver=self._take_hardware,
-            step=lambda: self.step_count,
-        )
-        return watch.start()
+        deliver, step = self._take_hardware, lambda: self.step_count
+        return HealthWatch(config, rank=self._peers.rank, ordinal=own_ordinal(), deliver=deliver, step=step).start()
 
 
 def _available(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) -> tuple[str, ...]:

@@ -78,13 +78,11 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-class Loader:
-    """This rank's batches, and its position, which Lightning keeps."""
+class Resumable:
+    """Batches of this rank, and the position among them, which Lightning keeps."""
 
-    def __init__(self) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        ids = torch.randint(0, WORDS, (256 * world, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-        self.batches = [(part,) for part in ids[rank::world].split(8)]
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
         self.position = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,6 +99,12 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+def own_batches() -> Resumable:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids = torch.randint(0, WORDS, (256 * world, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return Resumable([(part,) for part in ids[rank::world].split(8)])
 
 
 @dataclass
@@ -160,7 +164,7 @@ def fit(
         enable_model_summary=False,
         default_root_dir=str(folder),
     )
-    trainer.fit(module, Loader(), ckpt_path=ckpt_path)
+    trainer.fit(module, own_batches(), ckpt_path=ckpt_path)
     return watch, [local_part(p).detach().cpu().clone() for p in module.parameters()]
 
 

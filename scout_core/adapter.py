@@ -45,7 +45,7 @@ class Layout:
     different shards, so replays are compared on gathered parameters, and owned state cannot be.
     `connected` are all ranks that depend on each other through any group of the job, in the same order on each of them,
     whose observers confer; empty: the peers. `stage` are those of them that go through the same layers; empty: all.
-    `notes` says what the layout does not allow.
+    `gathers`: parameters are sharded and gathered for use (FSDP). `notes` says what the layout does not allow.
     """
 
     coordinates: Coordinates
@@ -56,6 +56,7 @@ class Layout:
     notes: tuple[str, ...] = ()
     connected: tuple[int, ...] = ()
     stage: tuple[int, ...] = ()
+    gathers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

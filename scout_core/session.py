@@ -6,7 +6,7 @@ import json
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -125,7 +125,7 @@ class Scout:
         catalog = [recipe for recipe in catalog if recipe != "state"]
         # on a compiled model the wait for the reduction cannot be told from the work
         alone = surfaces.compiled or self._peers.size < 2
-        own = NO_CLOCK if alone else step_clock(surfaces.root, config)
+        own = NO_CLOCK if alone else step_clock(surfaces.root, config, layout.gathers)
         self._clock = agreed_clock(own, self._peers, self._partners)
         self._oob = OutOfBand(
             config,
@@ -139,12 +139,12 @@ class Scout:
             on_lost=self._observer_lost,
             clock=self._clock,
         )
-        try:  # what is loaded is checkpoint I/O too: its stalls are to be seen
+        with ExitStack() as failing:
+            failing.callback(self._oob.close)
+            # what is loaded is checkpoint I/O too: its stalls are to be seen
             self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
             self.step_count = self._trust.resume() or adapter.first_step()
-        except BaseException:
-            self._oob.close()
-            raise
+            failing.pop_all()
         if self._peers.rank == 0 or (self._peers.position == 0 and self._peers.size > 1):
             _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None

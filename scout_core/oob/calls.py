@@ -44,10 +44,6 @@ def _first(name: str) -> Metadata:
     return lambda args, kwargs: (_tensor(argument(args, kwargs, 0, name)),)
 
 
-def _second(name: str) -> Metadata:
-    return lambda args, kwargs: (_tensor(argument(args, kwargs, 1, name)),)
-
-
 def _scattered(name: str) -> Metadata:
     def metadata(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
         return _tensor(argument(args, kwargs, 1, name)), _op(argument(args, kwargs, 2, "op"))

@@ -6,13 +6,13 @@ compare a rolling word per process group, and exchange the calls themselves only
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scout_core.consensus.readiness import COMPARED_GROUPS
 from scout_core.oob.fingerprints import Described, digest_of, group_key
+from scout_core.threads import TrainingThread
 
 KEPT_CALLS = 2048
 """Newest calls that are kept to find the first that differs; the words are over all of them."""
@@ -50,15 +50,14 @@ class Tally:
     def __init__(self, peers: Sequence[int]) -> None:
         self.digest = 0
         self._peers = frozenset(peers)
-        self._thread = threading.current_thread()
+        self._training = TrainingThread()
         self._groups: dict[Members, Tallied] = {}
         self._recent: deque[tuple[Members, int, Described, int]] = deque(maxlen=KEPT_CALLS)
 
     def add(self, members: Members, what: Described, step: int) -> None:
         """A call was issued on the group with these global ranks."""
-        thread = threading.current_thread()
-        if thread is not self._thread and not isinstance(thread, threading._DummyThread):
-            return  # such as a checkpoint's writer; threads of C++, where backward runs, are dummies to Python
+        if not self._training.here():
+            return
         group = self._groups.get(members) or self._take(members)
         group.issued += 1
         group.digest = digest_of(group.digest, members, what.fingerprint + step)

@@ -111,6 +111,7 @@ def layout_on(topology: Topology, ddp: dist.ProcessGroup | None) -> Layout:
         data_group=group,
         lockstep=lockstep,
         shard_peers=shard_peers,
+        gathers=grid.size("dp_shard") > 1,
         notes=tuple(notes),
         # replicas that only DDP knows of are beyond the mesh, and their own meshes are not known here
         connected=tuple(sorted(grid.members)) if set(peers) <= set(grid.members) else (),

@@ -2,8 +2,8 @@
 
 from scout_core.timing.localization import CrossGroupResult, GroupTiming, localize
 from scout_core.timing.pace import PaceFinding, PaceJudge, PaceThresholds, PaceVerdict
+from scout_core.timing.straggler_history import StragglerHistory
 from scout_core.timing.stragglers import (
-    StragglerHistory,
     StragglerJudge,
     StragglerReason,
     StragglerThresholds,

@@ -28,15 +28,14 @@ _CROWDED = 0.1
 """Share of its time a rank must wait for a core, and twice the others' share, before a crowded host is the cause."""
 
 
-def step_clock(root: nn.Module, config: ScoutConfig) -> Clock:
-    """The clock of a job's steps; one that keeps nothing where they are not timed, or nobody watches for waits."""
-    if not (config.replay.live_timing and config.oob.oob_enabled):
-        return NO_CLOCK
-    # on a GPU a rank waits for gathered parameters between streams, where nobody can tell it from work
-    kinds = {kind.__name__ for module in root.modules() for kind in type(module).__mro__}
-    if torch.cuda.is_available() and kinds & {"FSDPModule", "FullyShardedDataParallel"}:
-        return NO_CLOCK
+def step_clock(root: nn.Module, config: ScoutConfig, gathers: bool) -> Clock:
+    """The clock of a job's steps; one that keeps nothing where they are not timed, or nobody watches for waits.
+
+    On a GPU a rank that `gathers` parameters waits for them between streams, where nobody can tell it from work.
+    """
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    if not (config.replay.live_timing and config.oob.oob_enabled) or (gathers and device.type == "cuda"):
+        return NO_CLOCK
     return StepClock(device, config.replay.shortest_interval, run_queue_delay_ns)
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 from scout_core.timing.pace_episodes import Episode, Episodes
 from scout_core.timing.pace_series import PaceSeries, Shift
-from scout_core.timing.stragglers import Times, medians_of_others, usable_times
+from scout_core.timing.times import Times, medians_of_others, usable_times
 
 PaceKind = Literal["compute_straggler", "data_imbalance", "dataloader_stall"]
 Decision = Literal["observe", "exclude_at_next_restart"]

@@ -8,7 +8,6 @@ still; nothing is waited for before a check, and then only for steps that ended 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+
+from scout_core.threads import TrainingThread
 
 MOST_SPANS = 64
 """Spans of a step up to which every step is timed on a GPU, where each takes two events; with more, one step in two,
@@ -152,7 +153,7 @@ class StepClock(Clock):
         self._cuda = device.type == "cuda"
         self.kind = 2 if self._cuda else 1
         self._core_wait_ns = core_wait_ns
-        self._thread = threading.current_thread()
+        self._training = TrainingThread()
         self._behind = 2 if self._cuda else 0
         self.steps_each = max(math.ceil(interval / MOST_OBSERVATIONS), 1)
         self.observations = max(math.ceil((interval or 1) / self.steps_each), 1) + math.ceil(
@@ -168,10 +169,7 @@ class StepClock(Clock):
         return self._moment() if self._counts() else None
 
     def _counts(self) -> bool:
-        if self._now is None:
-            return False
-        thread = threading.current_thread()
-        if thread is not self._thread and not isinstance(thread, threading._DummyThread):  # C++ threads are dummies
+        if self._now is None or not self._training.here():
             return False
         return not self._cuda or torch.cuda.current_stream() == self._now.stream
 

@@ -14,26 +14,17 @@ times in the same order holds the same state and reaches the same verdict.
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_left
-from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 from scout_core.config import ReplayHarnessConfig
+from scout_core.timing.straggler_history import DEFAULT_MAX_SAMPLES, RecentRows, StragglerHistory
+from scout_core.timing.times import Times, medians_of_others, usable_times
 
-Times = Sequence[float | None]
 StragglerReason = Literal[
     "reported", "not_persistent", "not_confirmed", "no_majority", "no_history", "too_few_times", "clean"
 ]
-Row = TypeVar("Row")
-
-CLEAN_SAMPLES = 8
-"""Clean times a peer must have before its own history counts: fewer make no stable median."""
-
-DEFAULT_MAX_SAMPLES = 1 << 20
-"""Bound on remembered times: 8 MiB, enough for 4096 recipes of 8 peers in a window of 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,46 +155,6 @@ def confirm(rounds: Sequence[Times], thresholds: StragglerThresholds, history: T
     return tuple(all(bitmap[peer] for bitmap in bitmaps) for peer in range(peers))
 
 
-class StragglerHistory:
-    """Recent clean times of every peer at every recipe.
-
-    One slot per check: a check in which a peer was flagged or had no usable time leaves its slot blank. Blank slots
-    push old times out of the window as others do. So a peer that stays slow loses its history in the end, and is
-    then judged by its peers alone: a drift slow enough to take its own baseline along cannot hide for ever.
-
-    At most `max_samples` times are kept; beyond that the recipe that was observed longest ago is forgotten.
-
-    Raises ValueError when `window` or `max_samples` is below 1.
-    """
-
-    def __init__(self, window: int = 32, max_samples: int = DEFAULT_MAX_SAMPLES) -> None:
-        self._recent: _RecentRows[array[float]] = _RecentRows(window, max_samples)
-
-    def __len__(self) -> int:
-        """The number of recipes remembered."""
-        return len(self._recent)
-
-    def observe(self, recipe: Hashable, times_ms: Times, flagged: Sequence[bool]) -> None:
-        """Remember one check's times, in peer-local order; those of flagged peers are not clean and stay out.
-
-        Raises ValueError when the two differ in length.
-        """
-        if len(flagged) != len(times_ms):
-            raise ValueError(f"flagged has {len(flagged)} peers but times_ms has {len(times_ms)}")
-        slots = [
-            math.nan if time is None or bad else time for time, bad in zip(usable_times(times_ms), flagged, strict=True)
-        ]
-        self._recent.append(recipe, len(slots), array("d", slots))
-
-    def baselines_ms(self, recipe: Hashable, peers: int) -> tuple[float | None, ...]:
-        """The median of each peer's clean times, None where there are fewer than 8."""
-        rows = self._recent.rows(recipe, peers)
-        if len(rows) < CLEAN_SAMPLES:
-            return (None,) * peers
-        columns = (sorted(time for time in column if not math.isnan(time)) for column in zip(*rows, strict=True))
-        return tuple(_median_of_sorted(clean) if len(clean) >= CLEAN_SAMPLES else None for clean in columns)
-
-
 class StragglerJudge:
     """Judges the checks of one peer group, one after the other, and remembers what the next judgement needs.
 
@@ -221,7 +172,7 @@ class StragglerJudge:
     ) -> None:
         self.thresholds = thresholds or StragglerThresholds()
         self._history = StragglerHistory(self.thresholds.window, max_samples)
-        self._confirmed: _RecentRows[frozenset[int]] = _RecentRows(self.thresholds.window, max_samples)
+        self._confirmed: RecentRows[frozenset[int]] = RecentRows(self.thresholds.window, max_samples)
 
     def candidates(self, recipe: Hashable, times_ms: Times) -> tuple[bool, ...]:
         """The peers that need confirmation rounds. Remembers nothing."""
@@ -262,36 +213,6 @@ class StragglerJudge:
             if _present(times) == 2 or any(_slow_against_peers(times, self.thresholds)):
                 return self._history.baselines_ms(recipe, len(times))
         return (None,) * len(rounds[0])
-
-
-class _RecentRows(Generic[Row]):
-    """The last `window` rows of each recipe, for as many of the recipes last used as `max_samples` allows."""
-
-    def __init__(self, window: int, max_samples: int) -> None:
-        if window < 1 or max_samples < 1:
-            raise ValueError(f"window and max_samples must be at least 1, not {window} and {max_samples}")
-        self._window = window
-        self._max_samples = max_samples
-        self._rows: OrderedDict[tuple[Hashable, int], deque[Row]] = OrderedDict()
-        self._reserved = 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def rows(self, recipe: Hashable, peers: int) -> Sequence[Row]:
-        return self._rows.get((recipe, peers), ())
-
-    def append(self, recipe: Hashable, peers: int, row: Row) -> None:
-        # The number of peers is part of the key: after a resize, position r is another rank.
-        key = (recipe, peers)
-        if key not in self._rows:
-            self._rows[key] = deque(maxlen=self._window)
-            self._reserved += peers * self._window
-        self._rows[key].append(row)
-        self._rows.move_to_end(key)
-        while self._reserved > self._max_samples and len(self._rows) > 1:
-            (_, evicted_peers), _ = self._rows.popitem(last=False)
-            self._reserved -= evicted_peers * self._window
 
 
 def _persists(recent: Sequence[frozenset[int]], peer: int, thresholds: StragglerThresholds) -> bool:
@@ -367,27 +288,6 @@ def _reason(
         known = all(usual is not None for time, usual in zip(first, own, strict=True) if time is not None)
         return "clean" if known else "no_history"
     return "no_majority" if 2 * sum(standing_out) >= _present(first) else "clean"
-
-
-def medians_of_others(times: Times) -> list[float | None]:
-    """For each peer with a time, the median of the other peers' times; sorts once for all of them."""
-    ordered = sorted(time for time in times if time is not None)
-    others = len(ordered) - 1
-
-    def median_without(position: int) -> float:
-        low, high = ((middle + (middle >= position)) for middle in ((others - 1) // 2, others // 2))
-        return (ordered[low] + ordered[high]) / 2
-
-    return [None if time is None or others < 1 else median_without(bisect_left(ordered, time)) for time in times]
-
-
-def _median_of_sorted(values: Sequence[float]) -> float:
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-
-
-def usable_times(times_ms: Times) -> list[float | None]:
-    """The times, with None for those that are no times: negative and non-finite ones."""
-    return [time if time is not None and math.isfinite(time) and time >= 0 else None for time in times_ms]
 
 
 def _present(times: Times) -> int:

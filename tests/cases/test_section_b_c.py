@@ -7,7 +7,7 @@ needs collective timing, host telemetry or checkpoints belong to other tests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,12 +24,6 @@ from tests.distributed.pool import RankPool
 pytestmark = pytest.mark.distributed
 QUIET = {"straggler_absolute_ms": 1e4}
 Answer = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 class HeavyBlock(Block):

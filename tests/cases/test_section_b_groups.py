@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -24,12 +23,6 @@ pytestmark = pytest.mark.distributed
 STEPS, ONSET = 22, 12
 PAIRS = list(combinations(range(4), 2))
 OPTIONS: dict[str, Any] = {"check_interval": 1, "straggler_absolute_ms": 8, "oob_enabled": True}
-
-
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def job_of_pairs(slow: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,12 +25,6 @@ pytestmark = pytest.mark.distributed
 CARD = {"name": "NVIDIA L40S", "links": [], "fabric": None}
 HOT = {"temperature": 91, "shutdown": 98, "clock_events": 0x40, "sm_mhz": 1365, "sm_max_mhz": 1725}
 CAPPED = {"power_limit_w": 150, "power_default_w": 300, "clock_events": 0x04}
-
-
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def train(run_dir: Path, rank: int, card: dict[str, Any], slow: bool) -> None:

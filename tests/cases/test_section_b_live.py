@@ -24,12 +24,6 @@ STEPS, ONSET = 120, 85
 COST_S = 0.008
 
 
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
-
-
 def spin(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +12,6 @@ from tests.distributed.models import Block, Case, Job, LanguageModel
 from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def split_sum(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.distributed
 PAIRS = LayoutCase(name="pairs", dims=(("dp_replicate", 2), ("tp", 2)), wire=tensor_parallel)
-
-
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def clipped_on_even_ranks() -> dict[str, Any]:

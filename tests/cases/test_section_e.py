@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ from tests.trust.ranks import forget_memory, train_late, train_with
 from tests.trust.slow_storage import SlowLoads, SlowStorage, WriterProcess, train_on
 
 VERIFIED = TrustState.RECOVERY_VERIFIED
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def tier(folder: Path, run_id: str = "run", topology: str = "t") -> DurableTier:
@@ -137,9 +130,9 @@ def test_a_proven_load_does_not_count(tmp_path: Path) -> None:
     assert durable.quarantine_failed() == [] and choose(durable).step == 20
 
 
-def test_c02_a_state_that_is_nan_on_every_rank_blames_the_checkpoint(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(train_with, tmp_path, 5, "save", gemini=False)
-    ended = pool.run(train_with, tmp_path, 7, "save", gemini=False, fault="nan", at=5)
+def test_c02_a_state_that_is_nan_on_every_rank_blames_the_checkpoint(ranks4: RankPool, tmp_path: Path) -> None:
+    ranks4.run(train_with, tmp_path, 5, "save", gemini=False)
+    ended = ranks4.run(train_with, tmp_path, 7, "save", gemini=False, fault="nan", at=5)
     for one in ended:
         kinds = {report[0] for report in one["reports"]}
         assert "checkpoint_bad" in kinds and "sdc" not in kinds
@@ -148,8 +141,8 @@ def test_c02_a_state_that_is_nan_on_every_rank_blames_the_checkpoint(pool: RankP
     assert next(m for m in manifests if m.step == 4).failures == 1
 
 
-def test_e02_e18_a_candidate_is_committed_only_after_its_files_are_whole(pool: RankPool, tmp_path: Path) -> None:
-    ended = pool.run(train_with, tmp_path, 4, "fine", gemini=False)
+def test_e02_e18_a_candidate_is_committed_only_after_its_files_are_whole(ranks4: RankPool, tmp_path: Path) -> None:
+    ended = ranks4.run(train_with, tmp_path, 4, "fine", gemini=False)
     assert ended[0]["calls"] == [("save", 2), ("commit", 2), ("save", 4), ("commit", 4)]
     assert ended[3]["calls"] == [("save", 2), ("save", 4)]
 
@@ -158,15 +151,15 @@ def bad(one: dict[str, Any]) -> list[tuple[str, list[int], str]]:
     return [report for report in one["reports"] if report[0] == "checkpoint_bad"]
 
 
-def test_e06_a_full_disk_on_one_rank_is_told_and_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
-    ended = pool.run(train_with, tmp_path, 7, "save", fault="full", at=3)
+def test_e06_a_full_disk_on_one_rank_is_told_and_training_goes_on(ranks4: RankPool, tmp_path: Path) -> None:
+    ended = ranks4.run(train_with, tmp_path, 7, "save", fault="full", at=3)
     for one in ended:
         assert one["active"] and [report[1] for report in bad(one)] == [[2]] * 3  # two saves and a flush
         assert sum("flushing" in report[2] for report in bad(one)) == 1
     states = {m.step: m.state for m in ManifestStore(tmp_path / "manifests").all()[0]}
     assert states == {2: "RECOVERY_VERIFIED", 4: "REJECTED", 6: "REJECTED"}
-    pool.run(forget_memory)
-    again = pool.run(train_with, tmp_path, 8, "save")
+    ranks4.run(forget_memory)
+    again = ranks4.run(train_with, tmp_path, 8, "save")
     assert [one["start"] for one in again] == [6] * 4  # rank 2's part is in its peer's flush
 
 
@@ -220,17 +213,17 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in found if record["type"] == kind]
 
 
-def test_e08_files_that_are_seen_late_delay_promotion_and_raise_no_alarm(pool: RankPool, tmp_path: Path) -> None:
-    ended = pool.run(train_late, tmp_path, 4, viewer=0, writer=3, delay_s=0.4)
+def test_e08_files_that_are_seen_late_delay_promotion_and_raise_no_alarm(ranks4: RankPool, tmp_path: Path) -> None:
+    ended = ranks4.run(train_late, tmp_path, 4, viewer=0, writer=3, delay_s=0.4)
     assert all(one["active"] and bad(one) == [] for one in ended)
     states = {m.step: m.state for m in ManifestStore(tmp_path / "manifests").all()[0]}
     assert states == {2: "RECOVERY_VERIFIED", 4: "RECOVERY_VERIFIED"}
-    again = pool.run(train_late, tmp_path, 5, viewer=3, writer=0, delay_s=0.4)  # and late for those who load
+    again = ranks4.run(train_late, tmp_path, 5, viewer=3, writer=0, delay_s=0.4)  # and late for those who load
     assert all(one["start"] == 4 and bad(one) == [] for one in again)
 
 
-def test_e08_files_that_are_never_seen_leave_a_candidate_and_name_their_rank(pool: RankPool, tmp_path: Path) -> None:
-    ended = pool.run(train_late, tmp_path, 2, viewer=0, writer=3, delay_s=600)
+def test_e08_files_that_are_never_seen_leave_a_candidate_and_name_their_rank(ranks4: RankPool, tmp_path: Path) -> None:
+    ended = ranks4.run(train_late, tmp_path, 2, viewer=0, writer=3, delay_s=600)
     for one in ended:
         assert one["active"] and [report[1] for report in bad(one)] == [[3]] and "not visible" in bad(one)[0][2]
     assert [m.state for m in ManifestStore(tmp_path / "manifests").all()[0]] == ["CANDIDATE"]

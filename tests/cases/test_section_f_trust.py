@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,15 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def healthy(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return pool.run(train, tmp_path_factory.mktemp("healthy"), 4, gemini=False)
+def healthy(ranks4: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks4.run(train, tmp_path_factory.mktemp("healthy"), 4, gemini=False)
 
 
 @pytest.mark.parametrize("order", ["before", "after", "twice"])
 def test_f18_the_order_of_callbacks_changes_neither_what_is_saved_nor_how_often(
-    pool: RankPool, healthy: list[dict[str, Any]], tmp_path: Path, order: str
+    ranks4: RankPool, healthy: list[dict[str, Any]], tmp_path: Path, order: str
 ) -> None:
-    ended = pool.run(train_beside_own_callback, tmp_path, 4, order)
+    ended = ranks4.run(train_beside_own_callback, tmp_path, 4, order)
     runs = ["run", "again"] if order == "twice" else ["run"]
     assert same(ended, healthy)
     for rank, one in enumerate(ended):

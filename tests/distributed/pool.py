@@ -41,7 +41,7 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch.nn.parallel",
     "pytest",
-    "scout_core",
+    "scout_core.session",  # which `scout_core` itself loads when asked for attach()
 ]
 
 

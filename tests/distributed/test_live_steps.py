@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +20,6 @@ from tests.distributed.pool import RankPool
 pytestmark = pytest.mark.distributed
 QUIET: dict[str, Any] = {"straggler_absolute_ms": 1e4, "oob_enabled": True}
 SLOW_S = 0.1
-
-
-@pytest.fixture(scope="module")
-def ranks4() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def one_rank_is_another(how: str) -> tuple[bool, bool, list[str]]:

@@ -6,7 +6,6 @@ Two hidden layers take turns, one a check, a check every two steps: a cycle ends
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from tests.trust.test_loop import same
 pytestmark = pytest.mark.distributed
 
 DYNAMIC: dict[str, Any] = {"certification": "dynamic", "flush_interval": 0}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def durable(run_dir: Path) -> dict[int, str]:

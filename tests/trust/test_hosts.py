@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ pytestmark = pytest.mark.distributed
 HOSTS = ["a", "a", "b", "b"]
 ONE = ["a"] * 4
 SCRATCH = ("RESTART_FROM_SCRATCH", "none", None)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from tests.distributed.pool import RankPool
 from tests.trust.ranks import resume_from, train, train_with
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ GEMINI, VERIFIED, DURABLE = (
     ("RECOVERY_VERIFIED", "durable", 4),
 )
 """The newest capture; and the candidate of the first cycle (step 4), promoted by the second (step 8), in both tiers."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def chosen(decision: dict[str, Any]) -> tuple[str, str, int]:

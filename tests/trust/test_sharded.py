@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from tests.trust.sharded import MESHES, on, resume_elsewhere
 from tests.trust.test_loop import same
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module", params=list(MESHES))

@@ -85,6 +85,7 @@ class FlatShardsAdapter(LightningAdapter):
                 data_group=group,
                 lockstep=shards,
                 connected=tuple(range(dist.get_world_size())),
+                gathers=True,
             )
         if unit.sharding_strategy is ShardingStrategy.NO_SHARD:
             return Layout(coordinates=Coordinates(dp_replicate=place), peers=shards, data_group=unit.process_group)
@@ -97,6 +98,7 @@ class FlatShardsAdapter(LightningAdapter):
             peers=shards,
             data_group=unit.process_group,
             shard_peers=len(shards) > 1,
+            gathers=True,
             notes=(note,) if len(shards) > 1 else (),
         )
 

@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from benchmarks.lightning_gpu import Resumable
 from scout_core.faults import corrupt_weight
 from scout_core.oob.writer import Publisher
 from scout_core.replay.local_tensors import local_part
@@ -334,29 +335,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class Loader:
-    """This rank's batches, and its position: Lightning keeps that of a loader which has one."""
-
+class Loader(Resumable):
     def __init__(self, length: int | None = None) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         ids = torch.randint(0, WORDS, (256, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-        self.batches = [(part,) for part in ids[rank::world].split(2)][:length]
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.position < len(self.batches):
-            self.position += 1
-            yield self.batches[self.position - 1]
-        self.position = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        super().__init__([(part,) for part in ids[rank::world].split(2)][:length])
 
 
 def run(fit: Fit) -> dict[str, Any]:

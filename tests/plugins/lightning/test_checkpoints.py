@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ from scout_lightning.certifier import state_at_save
 from tests.distributed.pool import RankPool
 from tests.plugins.lightning.fits import Fit, run, run_all
 from tests.plugins.lightning.test_fit import same
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
-
 
 ALL = {"every_n_train_steps": 1, "save_top_k": -1}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,6 @@ from tests.distributed.pool import RankPool
 from tests.plugins.lightning.fits import Fit, run, run_all
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

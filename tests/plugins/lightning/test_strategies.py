@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from tests.plugins.lightning.test_fit import same
 
 pytestmark = pytest.mark.distributed
 ALL = {"every_n_train_steps": 1, "save_top_k": -1}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("layout", ["hsdp", "fsdp", "fsdp_tp"])

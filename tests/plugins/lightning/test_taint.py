@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from tests.plugins.lightning.test_checkpoints import ALL, states
 from tests.plugins.lightning.troubles import Hardware, Save, Share, Told
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as ranks:
-        yield ranks
 
 
 def test_corruption_found_at_the_first_of_two_steps_of_a_batch_is_answered_once_and_certifies_nothing_more(

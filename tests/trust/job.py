@@ -104,6 +104,12 @@ def train_step(ddp: nn.Module, optimizer: torch.optim.Optimizer, sampler: Sample
     scheduler.step()
 
 
+def settle(scout: scout_core.Scout) -> None:
+    """Let a capture become whole, so that which steps are captured does not hang on the load of the machine."""
+    if scout._trust.enabled and scout._trust._gemini is not None:
+        assert scout._trust._gemini.settle(60)
+
+
 def options(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
@@ -119,6 +125,7 @@ def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
     saved: list[list[torch.Tensor]] = []
     keep = lambda *_: saved.append([p.detach().clone() for p in model.parameters()])  # noqa: E731
     own = given.get("own", "none")
+    scouts: list[scout_core.Scout] = []
     with ExitStack() as stack:
         if own in ("before", "twice"):
             optimizer.register_step_post_hook(keep)
@@ -137,6 +144,7 @@ def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
                     durable=durable(folder, given),
                 )
             )
+            scouts.append(scout)
         if own == "after":
             optimizer.register_step_post_hook(keep)
         start = scout.step_count
@@ -146,6 +154,8 @@ def main(run_dir: Path, steps: int, given: dict[str, str]) -> None:
             if scout.step_count == int(given.get("at", "-1")) and attempt < int(given.get("attempts", "1")):
                 misbehave(given["fault"], rank, model)
             train_step(ddp, optimizer, sampler, scheduler)
+            for one in scouts:
+                settle(one)
         if own != "none":
             last = all(torch.equal(a, b) for a, b in zip(saved[-1], model.parameters(), strict=True))
             (run_dir / f"own-{rank}.json").write_text(json.dumps([len(saved), steps - start, last]))

@@ -25,7 +25,7 @@ from scout_core.trust.durable import (
     DurableCheckpointConfig,
     TorchSaveCallbacks,
 )
-from tests.trust.job import Sampler, build, misbehave, train_step
+from tests.trust.job import Sampler, build, misbehave, settle, train_step
 from tests.trust.late import seen_late
 
 _FILE_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -110,8 +110,7 @@ def train(
             elif scout.step_count == at:
                 misbehave(fault, rank, model)
             train_step(ddp, optimizer, sampler, scheduler)
-            if scout._trust.enabled and scout._trust._gemini is not None:
-                scout._trust._gemini.settle(30)  # so that which steps are captured does not hang on the machine's load
+            settle(scout)
         decision, active = scout.last_recovery_decision, scout.active
         resource.setrlimit(resource.RLIMIT_FSIZE, _FILE_LIMIT)
     return {
@@ -153,7 +152,7 @@ def fail_and_ask(run_dir: Path, steps: int, how: str, kind: str, accessible: boo
     ) as scout:
         while scout.step_count < steps:
             train_step(ddp, optimizer, sampler, scheduler)
-            scout._trust._gemini.settle(30)
+            settle(scout)
         happen(how, rank, scout, ddp.module, short)
         decision = None
         if accessible or rank == 0:  # nobody else needs to come
@@ -201,7 +200,7 @@ def ask_on_hosts(run_dir: Path, steps: int, hosts: Sequence[str], excluded: Sequ
         with scout_core.attach(ddp, optimizer, run_dir=run_dir, **settings) as scout:
             while scout.step_count < steps:
                 train_step(ddp, optimizer, sampler, scheduler)
-                scout._trust._gemini.settle(30)
+                settle(scout)
             lost = scout.prepare_recovery("inaccessible", all_ranks_accessible=False)
             dying = scout._trust.hardware_fault(scout.step_count, (rank,), tuple(excluded), taints=False)
     forget_memory()

@@ -88,6 +88,9 @@ class ReplayHarnessConfig(_Strict):
         default=0.03, gt=0, description="least change of a rank's own time per step that counts, as a share"
     )
     live_absolute_ms: float = Field(default=2.0, ge=0, description="and the least in ms")
+    live_observation_ms: float = Field(
+        default=250.0, ge=0, description="shorter steps are judged together, as many as take this long"
+    )
     resources: dict[int, dict[str, str]] = Field(
         default_factory=dict,
         description="what each rank hangs on, by kind (nic, hca, link, switch), to name what slow groups share",

@@ -42,6 +42,7 @@ from scout_core.timing.step_clock import NO_CLOCK, StepClock
 from scout_core.trust.decision import FailureKind, RecoveryDecision
 from scout_core.trust.durable import DurableCheckpointConfig
 from scout_core.trust.saver import Problem
+from scout_core.trust.states import Outcome
 from scout_core.trust.trust import Trust
 
 T = TypeVar("T")
@@ -160,6 +161,10 @@ class Scout:
     def tainted(self) -> bool:
         """Whether corruption was found, or hardware told of it, since attach: nothing from then on is to be trusted."""
         return self._trust.tainted
+
+    def outcome_at(self, step: int) -> Outcome | None:
+        """The worst that all checks of the state after `step` came to on this rank; None unless the newest was one."""
+        return self._trust.outcome_at(step) if self.active else None
 
     @property
     def reports(self) -> deque[SCOUTFaultReport]:

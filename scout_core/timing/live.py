@@ -20,8 +20,8 @@ from scout_core.peers import PeerGroup
 from scout_core.replay.isolation import run_queue_delay_ns
 from scout_core.timing.live_groups import WORDS as GROUP_WORDS
 from scout_core.timing.live_groups import LiveGroups
-from scout_core.timing.pace import JobNote, PaceFinding, PaceJudge, PaceThresholds
-from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall, Pace, StepClock
+from scout_core.timing.pace import JobNote, PaceFinding, PaceJudge, PaceThresholds, PaceVerdict
+from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall, Pace, StepClock, mean_pace
 
 _RECENT = 20
 _CROWDED = 0.1
@@ -52,7 +52,7 @@ def agreed_clock(own: Clock, peers: PeerGroup, partners: PeerGroup) -> Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveVerdict:
-    """What the newest live steps say. Positions in `findings` are peer-local; `step` is the newest step looked at.
+    """What the newest live steps say. Positions in `findings` are peer-local; `step` is the newest step judged.
 
     `own_ms` has each peer's own time per step, the median of its newest observations; `core_wait` the share of its time
     in which it was ready to run and had no core; None where unknown. `crowded` are positions whose host is the likely
@@ -87,6 +87,10 @@ class LivePace:
         self._clock = clock
         self._judge = PaceJudge(PaceThresholds(relative=config.live_relative, absolute_ms=config.live_absolute_ms))
         self._judged = -1
+        self._least_ms = config.live_observation_ms
+        self._verdict: PaceVerdict | None = None
+        self._open: list[list[Pace]] = []
+        self._open_ms = 0.0
         self._recent: deque[Sequence[Pace]] = deque(maxlen=_RECENT)
 
     def words(self, step: int) -> list[int]:
@@ -94,24 +98,36 @@ class LivePace:
         return self._clock.words(step)
 
     def judge(self, step: int, rows: Sequence[Sequence[int]]) -> LiveVerdict | None:
-        """Judge what is new in `rows`, one row of `words` per peer; None where nothing is."""
+        """Judge what is new in `rows`, one row of `words` per peer; None where nothing is.
+
+        What was found holds until enough is new for another judgement.
+        """
         newest = self._clock.newest(step)
         first = newest - self._clock.observations + 1
-        verdict = None
+        fresh = False
         for index in range(max(first, self._judged + 1), newest + 1):
             row = [Pace.decode(words[index - first]) for words in rows]
-            if all(pace.own_ms is None for pace in row):
+            known = [pace.own_ms for pace in row if pace.own_ms is not None]
+            if not known:
                 continue  # before this attempt, or steps that nobody timed
+            fresh = True
+            self._open.append(row)
+            self._open_ms += max(known) * self._clock.steps_each
+            if self._open_ms < self._least_ms:
+                continue  # what disturbs a host lasts for milliseconds, whatever a step takes
+            row = [mean_pace(paces) for paces in zip(*self._open, strict=True)]
+            self._open, self._open_ms = [], 0.0
             self._recent.append(row)
             tokens = [pace.tokens for pace in row]
-            verdict = self._judge.observe(
+            self._verdict = self._judge.observe(
                 (index + 1) * self._clock.steps_each,
                 [pace.own_ms for pace in row],
                 tokens=tokens if any(tokens) else None,
                 loader_ms=[pace.loader_ms for pace in row],
             )
         self._judged = max(self._judged, newest)
-        if verdict is None:
+        verdict = self._verdict
+        if verdict is None or not fresh:
             return None
         waits = [self._core_wait(position) for position in range(len(rows))]
         own = tuple(_median([row[p].own_ms for row in self._recent]) for p in range(len(rows)))

@@ -8,6 +8,7 @@ still; nothing is waited for before a check, and then only for steps that ended 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -85,6 +86,14 @@ class Pace:
             tokens=tokens,
             core_wait_ms=None if wait is None else wait / 1e3,
         )
+
+
+def mean_pace(paces: Sequence[Pace]) -> Pace:
+    """Each value's mean over the observations that know it."""
+    columns = zip(*((p.own_ms, p.loader_ms, p.tokens, p.core_wait_ms) for p in paces), strict=True)
+    known = [[value for value in column if value is not None] for column in columns]
+    own, loader, tokens, wait = (statistics.fmean(column) if column else None for column in known)
+    return Pace(own_ms=own, loader_ms=loader, tokens=tokens, core_wait_ms=wait)
 
 
 class Clock:

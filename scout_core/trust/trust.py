@@ -26,7 +26,7 @@ from scout_core.trust.saver import DurableTier, Problem
 from scout_core.trust.selection import Available, Failure, select_recovery
 from scout_core.trust.shard import Shards
 from scout_core.trust.signals import FlushOnSignal
-from scout_core.trust.states import Boundary, Change, Outcome, TrustBook, TrustRules, TrustState, advance
+from scout_core.trust.states import Boundary, Change, Outcome, TrustBook, TrustRules, TrustState, advance, worst
 from scout_core.trust.tiers import make_durable, make_gemini
 
 _CYCLE = frozenset({"cycle"})
@@ -54,6 +54,7 @@ class Trust:
         self.enabled = config.trust.gemini or durable is not None
         self.last_decision: RecoveryDecision | None = None
         self.tainted = False
+        self._seen: tuple[int, Outcome] | None = None
         self._adapter = adapter
         self._config = config.trust
         self._tell = tell
@@ -166,7 +167,14 @@ class Trust:
 
     def checked(self, result: ReplayResult | None) -> None:
         """After every check, also one that certifies nothing: corruption that it found counts from now on. Local."""
-        self.tainted = self.tainted or outcome_of(result) is Outcome.SDC
+        outcome = outcome_of(result)
+        self.tainted = self.tainted or outcome is Outcome.SDC
+        if result is not None:
+            self._seen = result.step, worst([outcome, self.outcome_at(result.step) or outcome])
+
+    def outcome_at(self, step: int) -> Outcome | None:
+        """The worst that checks of the state after `step` came to on this rank; None unless the newest was one."""
+        return self._seen[1] if self._seen is not None and self._seen[0] == step else None
 
     def _vote(self, step: int, result: ReplayResult | None) -> Vote:
         outcome = outcome_of(result)

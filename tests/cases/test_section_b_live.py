@@ -47,6 +47,7 @@ def live_steps(kind: str, by_hand: bool = False) -> dict[str, Any]:
     rank = dist.get_rank()
     job = Job(Case(model=LanguageModel, wrap=replicated_by_hand if by_hand else ddp))
     options: dict[str, Any] = {"check_interval": 10, "straggler_absolute_ms": 1e4, "oob_enabled": True}
+    options["live_observation_ms"] = 0.0  # each step by itself, for a short test
     with scout_core.attach(job.wrapped, job.optimizer, **options) as scout:
         for number, batch in enumerate(scout.instrument_dataloader(loader(kind, rank))):
             job.optimizer.zero_grad()

@@ -17,6 +17,7 @@ from scout_core import faults
 from scout_core.adapter import OptimizerSlice
 from scout_core.config import ConfigError, ReplayHarnessConfig
 from scout_core.pytorch import PyTorchAdapter
+from scout_core.trust.states import Outcome
 from tests.distributed.models import BATCH, LENGTH, WORDS, Block, Case, Job, LanguageModel, ddp, replicated_by_hand
 from tests.distributed.pool import RankPool
 
@@ -97,6 +98,23 @@ def test_a_layer_that_one_rank_did_not_call(ranks4: RankPool) -> None:
     assert_inconclusive([answer[0] for answer in answers], ("hidden", "readiness"))
     assert set(answers[0][0]["checked"]) == {"embedding", "output", "optimizer"}
     assert all(answer[1]["status"] == "Agree" and answer[1]["complete"] for answer in answers)
+
+
+def looked_at_twice() -> list[Any]:
+    """A scheduled check that shows nothing, and `check_now` on the same state when all is well."""
+    job = Job(Case(model=SkippingModel, wrap=lambda m: ddp(m, find_unused_parameters=True)))
+    with scout_core.attach(job.wrapped, job.optimizer, check_interval=1, **QUIET) as scout:
+        step(job)
+        job.model.skipped = 1 if odd() else None
+        step(job)
+        job.model.skipped = None
+        manual = scout.check_now()
+        return [manual.status.value, manual.trustworthy, scout.outcome_at(2), scout.outcome_at(1)]
+
+
+def test_a_later_check_of_the_same_state_takes_nothing_back(ranks4: RankPool) -> None:
+    for told in ranks4.run(looked_at_twice, timeout=30):
+        assert told == ["Agree", True, Outcome.INCONCLUSIVE, None]
 
 
 def another_shape(faulty: int | None) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def test_waiting_for_a_core_is_set_apart_but_never_more_than_the_thread_stood_st
 
 @pytest.mark.parametrize("interval", [1, 7, 64, 65, 1000])
 def test_every_step_is_judged_once_whatever_the_interval(now: list[int], interval: int) -> None:
-    config = ReplayHarnessConfig()
+    config = ReplayHarnessConfig(live_observation_ms=0)
     clocks = [StepClock(torch.device("cpu"), interval, lambda: 0) for _ in range(3)]
     judges = [LivePace(clock, config) for clock in clocks]
     steps, last = 3 * interval + 5, None
@@ -116,6 +116,28 @@ def test_every_step_is_judged_once_whatever_the_interval(now: list[int], interva
             assert last is None or verdicts[0].step > last
             last = verdicts[0].step
     assert judges[0].judge(steps - 5, [judge.words(steps - 5) for judge in judges]) is None  # seen before
+
+
+@pytest.mark.parametrize(("own_ms", "found"), [(5, False), (60, True)])
+def test_what_passes_in_a_second_is_not_told_however_many_steps_it_takes(
+    now: list[int], own_ms: int, found: bool
+) -> None:
+    """A rank takes twice as long for 100 steps: 1 s or 12 s. Nobody knows of a wait for a core."""
+    config = ReplayHarnessConfig(check_interval=10)
+    clocks = [StepClock(torch.device("cpu"), 10, lambda: 0) for _ in range(3)]
+    judges = [LivePace(clock, config) for clock in clocks]
+    named: set[int] = set()
+    seen = []
+    for number in range(1, 4501):
+        for rank, clock in enumerate(clocks):
+            run_step(clock, now, number, own_ms * (2 if rank == 1 and 4101 <= number <= 4200 else 1))
+        if number % 10 == 0:
+            verdict = judges[0].judge(number, [judge.words(number) for judge in judges])
+            if verdict is not None:
+                seen.append(verdict.step)
+                named |= {finding.position for finding in verdict.findings}
+    assert named == ({1} if found else set())
+    assert seen == sorted(seen) and seen[-1] > 4450 and len(seen) > 440  # a judgement stands until the next one
 
 
 def test_hooks_change_no_bit_and_count_tokens_of_training_alone() -> None:

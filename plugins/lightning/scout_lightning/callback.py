@@ -16,7 +16,7 @@ import scout_core
 from scout_core.config import ConfigError, ScoutConfig
 from scout_core.manager_api import RESTART_EXIT_CODE, SCOUTFaultReport
 from scout_core.replay.guard import attempt
-from scout_core.trust.certify import JobVerdict, Vote, agree, outcome_of
+from scout_core.trust.certify import JobVerdict, Vote, agree
 from scout_core.trust.channel import JobChannel
 from scout_core.trust.states import Outcome
 from scout_lightning.adapter import LightningAdapter
@@ -200,16 +200,15 @@ class ScoutCallback(Callback):
         return rows
 
     def _vote(self, due: int) -> JobVerdict | None:
-        """What the check after step `due` came to over all ranks; a rank whose checks stopped has nothing to say.
+        """What checks after step `due` came to over all ranks; a rank whose checks stopped has nothing to say.
 
-        Corruption that was found before counts, whichever check or hardware told of it: only the newest result is seen.
+        Corruption that was found before counts, whichever check or hardware told of it.
         """
         assert self.scout is not None
         if self._channel is None:
             return None
-        result = self.scout.last_result
-        own = result if result is not None and result.step == due and self.scout.active else None
-        outcome = Outcome.SDC if self.scout.tainted else outcome_of(own)
+        own = self.scout.outcome_at(due)
+        outcome = Outcome.SDC if self.scout.tainted else own or Outcome.INCONCLUSIVE
         rows = self._gather(self._channel, Vote(step=due, outcome=outcome, broken=own is None).encode())
         return None if rows is None else agree([Vote.decode(row) for row in rows])
 

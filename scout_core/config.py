@@ -164,8 +164,8 @@ class TrustConfig(_Strict):
         default="dense",
         description="dense: an accepted check certifies at once; dynamic: the following clean cycle does",
     )
-    on_fault: Literal["continue", "restart"] = Field(
-        default="continue", description="after corruption: go on, or write the decision and leave to be restarted"
+    on_fault: Literal["report", "restart"] = Field(
+        default="report", description="after corruption: report it, or also write the decision and leave for a restart"
     )
     resume: bool = Field(default=True, description="load the run's newest verified state when run_dir has one")
     restart_budget: int = Field(default=3, ge=1, description="restarts without passing the failed step, then STOP")

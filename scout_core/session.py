@@ -31,7 +31,7 @@ from scout_core.replay.result import ReplayResult
 from scout_core.replay.schedule import Plan, plan_all, plan_step
 from scout_core.report.check_reports import reports_of
 from scout_core.report.desk import ReportDesk
-from scout_core.report.fault_report import SCOUTFaultReport
+from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
 from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.trust_reports import checkpoint_report
@@ -351,7 +351,10 @@ class Scout:
 
     def _take_report(self, record: Mapping[str, Any], deliver: bool) -> None:
         """A report of the observers, which have written it to the event log. Called in the supervisor's thread."""
-        self._desk.take_written(SCOUTFaultReport.model_validate_json(json.dumps(record)), deliver=deliver)
+        report = SCOUTFaultReport.model_validate_json(json.dumps(record))
+        if report.kind is FaultKind.COLLECTIVE_DESYNC:
+            self._trust.tainted = True
+        self._desk.take_written(report, deliver=deliver)
 
     def _observer_lost(self, reason: str) -> None:
         """This rank's observer is gone. Called once, in the supervisor's thread."""

@@ -59,6 +59,10 @@ class RankContract:
     recipes: Mapping[str, RecipeContract]
 
 
+DIGEST_FIELDS = frozenset({"collective_digest", "group_digest"})
+"""What differs where ranks took part in other collectives since the last check: some of them paired wrongly."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reason:
     """Why a recipe did not lead to an exact verdict: the field that differs and the ranks that stand apart."""

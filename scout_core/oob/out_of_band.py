@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from scout_core.config import OobConfig, ScoutConfig
-from scout_core.consensus.readiness import Reason
+from scout_core.consensus.readiness import DIGEST_FIELDS, Reason
 from scout_core.consensus.standing import GROUP_WORDS
 from scout_core.oob.channel import Channel, Scope, start_ticks, sweep
 from scout_core.oob.collectives import CollectiveWatch
@@ -148,7 +148,7 @@ class OutOfBand:
         object gather among the partners, unless the peers alone know of it, and one among the peers.
         """
         fields = {reason.field for reason in reasons}
-        if fields.isdisjoint(("collective_digest", "group_digest")):
+        if fields.isdisjoint(DIGEST_FIELDS):
             return None, True
         if "collective_digest" not in fields:
             partners = PeerGroup(ranks=(self._peers.rank,), rank=self._peers.rank, control=None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from scout_core.consensus.c3 import C3Result, C3Status
-from scout_core.consensus.readiness import Reason
+from scout_core.consensus.readiness import DIGEST_FIELDS, Reason
 from scout_core.replay.verdict import RecipeVerdict
 
 if TYPE_CHECKING:  # the clock of live steps reads replay's own
@@ -82,6 +82,11 @@ class ReplayResult:
         A straggler does not taint state. Agreement alone is not health: peers can agree on a NaN.
         """
         return self.complete and self.status is C3Status.AGREE and not self.nonfinite
+
+    @property
+    def desynchronized(self) -> bool:
+        """Whether ranks took part in other collectives since the last check: nothing they computed is to be trusted."""
+        return any(reason.field in DIGEST_FIELDS for reason in self.inconclusive_reasons)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict for strict JSON."""

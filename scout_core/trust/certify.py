@@ -13,10 +13,13 @@ _CODES = (Outcome.CLEAN, Outcome.STRAGGLER, Outcome.INCONCLUSIVE, Outcome.SDC)
 
 
 def outcome_of(result: ReplayResult | None) -> Outcome:
-    """What a check means for trust. A check that broke off (None), or saw a NaN, shows nothing that may be trusted."""
+    """What a check means for trust. A check that broke off (None), or saw a NaN, shows nothing that may be trusted.
+
+    Collectives that paired wrongly leave a state as wrong as a broken device does, and often the same one on all peers.
+    """
     if result is None:
         return Outcome.INCONCLUSIVE
-    if result.status is C3Status.ATTRIBUTED or any(result.sdc_bitmap) or result.sdc_sources:
+    if result.status is C3Status.ATTRIBUTED or any(result.sdc_bitmap) or result.sdc_sources or result.desynchronized:
         return Outcome.SDC
     if not result.trustworthy:
         return Outcome.INCONCLUSIVE

@@ -18,7 +18,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from tests.oob.jobs import STALL_S, WIDTH, TinyJob, first_report, idle, reduce, reports, running, say, wait_until
+from scout_core.trust.states import TrustState
+from tests.oob.jobs import (
+    STALL_S,
+    WIDTH,
+    TinyJob,
+    first_report,
+    idle,
+    records,
+    reduce,
+    reports,
+    running,
+    say,
+    wait_until,
+)
+from tests.trust.job import settle
 
 
 def check(report: dict[str, Any], kind: str, ranks: list[int], phase: str = "train", action: str = "stop") -> None:
@@ -26,6 +40,20 @@ def check(report: dict[str, Any], kind: str, ranks: list[int], phase: str = "tra
     assert seen == (kind, ranks, phase, action), (report["message"], report["evidence"])
     if ranks:
         assert report["status"] == "Attributed" and report["exonerating"]
+
+
+def say_verified(job: TinyJob, run_dir: str) -> None:
+    """Every state that this rank holds to be verified."""
+    for step, state in job.scout._trust._book.states.items():
+        if state is TrustState.RECOVERY_VERIFIED:
+            say(run_dir, f"verified{step}")
+
+
+def check_rollback(run_dir: Path, to: int) -> None:
+    """Back to the state verified before, and nothing is certified later although the peers agree again."""
+    decisions = [r for r in records(run_dir) if r["type"] == "RecoveryDecision"]
+    assert {(d["mode"], d["step"], tuple(d["exclude_ranks"])) for d in decisions} == {("RECOVERY_VERIFIED", to, ())}
+    assert {path.name for path in run_dir.glob("verified*")} == {f"verified{to}"}
 
 
 def a01_other_keys(run_dir: str) -> None:
@@ -103,7 +131,7 @@ def test_a04_a_swallowed_error_on_the_rank_that_ends_cleanly(tmp_path: Path) -> 
 
 
 def a05_drifting_counter(run_dir: str) -> None:
-    job = TinyJob(run_dir, check_interval=3)
+    job = TinyJob(run_dir, check_interval=3, gemini=True)
     local = 0
     for loop in range(1, 10):
         if not (job.rank == 1 and loop == 3):
@@ -112,6 +140,8 @@ def a05_drifting_counter(run_dir: str) -> None:
         if local % 4 == 0:
             reduce()
         job.update()
+        settle(job.scout)
+    say_verified(job, run_dir)
     job.scout.close()
 
 
@@ -122,6 +152,7 @@ def test_a05_a_step_counter_that_lags_on_one_rank(tmp_path: Path) -> None:
         ranks.wait(100)
     check(report, "collective_desync", [1])
     assert report["evidence"]["how"] == "step drift" and report["step"] == 4
+    check_rollback(tmp_path, to=3)
 
 
 SHAPES = {"large": (60000, torch.float32), "small": (6, torch.float32), "dtype": (40000, torch.float64)}
@@ -345,14 +376,15 @@ def test_a17_a_rank_that_never_comes_to_the_first_collective(tmp_path: Path) -> 
 
 def a18_named_order(run_dir: str) -> None:
     """Reductions of equal size, told apart by operation: the order differs on one rank."""
-    job = TinyJob(run_dir, check_interval=2)
+    job = TinyJob(run_dir, check_interval=2, gemini=True)
     order = [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
-    for step in range(4):
+    for step in range(6):
         job.compute()
-        for op in reversed(order) if job.rank == 2 and step == 1 else order:
+        for op in reversed(order) if job.rank == 2 and step == 2 else order:
             dist.all_reduce(torch.ones(1), op=op)
         job.update()
-    say(run_dir, f"done{job.rank}")
+        settle(job.scout)
+    say_verified(job, run_dir)
     job.scout.close()
 
 
@@ -361,7 +393,8 @@ def test_a18_equal_shapes_in_another_order(tmp_path: Path) -> None:
         report = first_report(tmp_path)
         ranks.wait(100)
     check(report, "collective_desync", [2])
-    assert report["evidence"]["how"] == "wrong order" and report["step"] == 1
+    assert report["evidence"]["how"] == "wrong order" and report["step"] == 2
+    check_rollback(tmp_path, to=2)
 
 
 def a20_finalize(run_dir: str) -> None:

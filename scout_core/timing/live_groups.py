@@ -34,7 +34,7 @@ _LESSONS = 64
 """Extra gathers made only to learn usual times: a job whose collectives never repeat has none to learn."""
 _KEPT = 64
 _FORGOTTEN = 16
-"""Checks after which a collective that was not seen again is forgotten."""
+"""Times that a collective could have been heard of and was not, after which it is forgotten."""
 
 Heard = dict[int, dict[int, int]]
 """By key of a collective and its group: what each member said."""
@@ -42,12 +42,16 @@ Heard = dict[int, dict[int, int]]
 
 @dataclass(kw_only=True)
 class _Group:
-    """One collective of one group. `recent` are pairs of check and ms; `usual` the ms while it was not slow."""
+    """One collective of one group. `recent` are pairs of check and ms; `usual` the ms while it was not slow.
+
+    `hearing` is the number of the newest exchange among partners when it was heard of.
+    """
 
     kind: int
     size: int
     overlapped: bool
     ranks: tuple[int, ...] = ()
+    hearing: int = 0
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_CHECKS))
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -78,7 +82,7 @@ class LiveGroups:
         self._thresholds = StragglerThresholds.of(config)
         self._hosts = dict(zip(peers.ranks, hosts, strict=False))
         self._resources = config.resources
-        self._check = self._lessons = 0
+        self._check = self._exchanges = 0
         self._heard: Heard = {}
         self._groups: dict[int, _Group] = {}
         self._operators: dict[int, str] = {}
@@ -113,7 +117,7 @@ class LiveGroups:
 
     def exchange(self) -> None:
         """Hear what the partners' peers said, and where they run. Every partner calls; one object gather."""
-        self._lessons += 1
+        self._exchanges += 1
         gathered: list[Any] = [None] * self._partners.size
         dist.all_gather_object(gathered, (self._heard, self._hosts), group=self._partners.control)
         self._heard = {}
@@ -126,8 +130,7 @@ class LiveGroups:
         """Settle what the slow groups have in common, and whether partners tell one another at the next check."""
         for key, said in self._heard.items():
             self._learn(key, said)
-        gone = [k for k, g in self._groups.items() if not g.recent or g.recent[-1][0] <= self._check - _FORGOTTEN]
-        for key in gone:
+        for key in [key for key, group in self._groups.items() if self._unheard(group) >= _FORGOTTEN]:
             del self._groups[key]
         found = localize(
             [timing for key in self._groups for timing in self._timings(key)],
@@ -143,10 +146,17 @@ class LiveGroups:
             self.found = {**found.to_json(), "decision": "exclude_at_next_restart" if lasting else "observe"}
         self.wants = self._partners.size > 1 and any(self._needs_partners(*pair) for pair in self._heard.items())
 
+    def _unheard(self, group: _Group) -> int:
+        """How often it could have been heard of since it was: at checks if all its members are peers, else only when
+        partners told one another."""
+        if set(self._peers.ranks).issuperset(group.ranks):
+            return self._check - group.recent[-1][0]
+        return self._exchanges - group.hearing
+
     def _needs_partners(self, key: int, said: Mapping[int, int]) -> bool:
         usual = self._groups[key].usual_ms if key in self._groups else None
         if usual is None:
-            return self._lessons < _LESSONS
+            return self._exchanges < _LESSONS
         return self._thresholds.exceeded(_least_ms(said), usual)
 
     def _learn(self, key: int, said: Mapping[int, int]) -> None:
@@ -154,7 +164,7 @@ class LiveGroups:
         if len(said) != size:
             return
         group = self._groups.setdefault(key, _Group(kind=kind, size=size, overlapped=overlapped))
-        group.ranks = tuple(sorted(said))
+        group.ranks, group.hearing = tuple(sorted(said)), self._exchanges
         elapsed, usual = _least_ms(said), group.usual_ms
         group.recent.append((self._check, elapsed))
         if usual is None or not self._thresholds.exceeded(elapsed, usual):

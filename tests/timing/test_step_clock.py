@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -265,6 +265,41 @@ def test_a_step_that_several_checks_hear_of_counts_once() -> None:
     check(14, slow=True)
     check(15, slow=True)
     assert {(live.groups.found or {}).get("rank") for _, live in jobs} == {0}
+
+
+@pytest.mark.parametrize("onset", [40, 300])
+def test_partners_know_what_is_usual_however_long_nothing_was_slow(monkeypatch: pytest.MonkeyPatch, onset: int) -> None:
+    """Two columns of two replicas; from `onset` on all collectives of rank 2 are slow. Partners talk when asked."""
+    config = ReplayHarnessConfig(check_interval=1, straggler_absolute_ms=1)
+    columns, rows = ((0, 2), (1, 3)), ((0, 1), (2, 3))
+    peers = [PeerGroup(ranks=columns[rank % 2], rank=rank, control=None) for rank in range(4)]
+    partners: list[Any] = [PeerGroup(ranks=rows[rank // 2], rank=rank, control=rank // 2) for rank in range(4)]
+    jobs = [LiveGroups(peers[rank], partners[rank], columns, config) for rank in range(4)]
+    told: dict[int, Any] = {}
+
+    def gather(into: list[Any], own: Any, group: int) -> None:
+        into[:] = [told[rank] for rank in rows[group]]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    calls = [GroupCall(ranks, 10 + i, "all_reduce", 100) for i, ranks in enumerate((*columns, *rows))]
+    talked = 0
+    for check in range(onset + 5):
+        words = []
+        for rank, job in enumerate(jobs):
+            own = [(c, 50.0 if check >= onset and 2 in c.ranks else 5.0) for c in calls if rank in c.ranks]
+            words.append(job.words(own))
+        asked = {rank: any(jobs[one].wants for one in partners[rank].ranks) for rank in range(4)}
+        for rank, job in enumerate(jobs):
+            job.hear([words[peer] for peer in peers[rank].ranks])
+            told[rank] = (job._heard, job._hosts)
+        talked += any(asked.values())
+        for rank, job in enumerate(jobs):
+            if asked[rank]:
+                job.exchange()
+        for job in jobs:
+            job.judge()
+    assert {(job.found or {}).get("rank") for job in jobs} == {2}
+    assert talked < 20, "only while usual times are learned and when something is slow"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""How ranks that are checked together find each other at attach: their groups, hosts, devices, and equal settings."""
+"""How ranks that are checked together find each other at attach: their groups, hosts, devices, equal settings; and what
+is said then of what cannot be seen."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from scout_core.config import ConfigError, ReplayHarnessConfig
 from scout_core.consensus.readiness import name_ranks
 from scout_core.health.identity import rank_identity
 from scout_core.peers import PeerGroup, build_peer_group
+from scout_core.replay.guard import logger
 
 
 def meet(layout: Layout, timeout_s: float) -> tuple[PeerGroup, PeerGroup, list[list[int]]]:
@@ -57,3 +59,20 @@ def _device_name(rank: int) -> str:
         return "cpu"
     known = rank_identity(rank, ordinal)
     return known.mig_uuid or known.uuid or f"cuda:{ordinal}"
+
+
+def announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:
+    """Say once, at the start, what cannot be seen and what to do about it."""
+    for note in notes:
+        logger.warning("SCOUT: %s", note)
+    if compiled:
+        logger.warning(
+            "SCOUT: the model is compiled; checks recompute their invocations and replay eagerly, so kernels that the "
+            "compiler made are not exercised"
+        )
+    if peers.size == 1:
+        logger.warning(
+            "SCOUT: one rank has no peer to be compared with, so nothing is checked; train on 3 or more replicas"
+        )
+    elif peers.size == 2:
+        logger.warning("SCOUT: two peers show that they differ but not who is wrong; 3 or more replicas name the rank")

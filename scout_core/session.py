@@ -20,9 +20,8 @@ from scout_core.config import ReplayHarnessConfig, ScoutConfig
 from scout_core.health.config import HealthConfig
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
-from scout_core.meeting import meet, own_ordinal, places
+from scout_core.meeting import announce, meet, own_ordinal, places
 from scout_core.oob.out_of_band import OutOfBand
-from scout_core.peers import PeerGroup
 from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner
 from scout_core.replay.guard import attempt, logger
@@ -33,9 +32,11 @@ from scout_core.report.check_reports import reports_of
 from scout_core.report.desk import ReportDesk
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
 from scout_core.report.incidents import IncidentBook
+from scout_core.report.live_reports import collector_report
 from scout_core.report.oob_reports import daemon_failure, oob_report
 from scout_core.report.trust_reports import checkpoint_report
 from scout_core.report.unmonitored import absent_ranks, unmonitored_report
+from scout_core.timing.collector import CollectorWatch
 from scout_core.timing.live import LiveSteps, agreed_clock, step_clock
 from scout_core.timing.live_groups import LiveGroups
 from scout_core.timing.step_clock import NO_CLOCK, StepClock
@@ -147,8 +148,9 @@ class Scout:
             self.step_count = self._trust.resume() or adapter.first_step()
             failing.pop_all()
         if self._peers.rank == 0 or (self._peers.position == 0 and self._peers.size > 1):
-            _announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
+            announce((*surfaces.notes, *layout.notes), surfaces.compiled, self._peers)
         self._health = self._watch_hardware(config.health) if config.health is not None else None
+        self._collector = CollectorWatch() if config.replay.live_timing else None
         self._runner.collective_digest = lambda: self._oob.digest
         self._runner.group_words = self._oob.group_words
         if isinstance(self._clock, StepClock):
@@ -237,6 +239,8 @@ class Scout:
         attempt("ending the out-of-band path", self._oob.close)
         if self._health is not None:
             attempt("ending the hardware monitor", self._health.close)
+        if self._collector is not None:
+            self._collector.close()
         self._stop_checks()
         attempt("closing checkpoint trust", self._trust.close)
         attempt("delivering the last reports", self._desk.close)
@@ -273,6 +277,8 @@ class Scout:
             return
         self.step_count += 1
         self._clock.end(self.step_count)
+        if self._collector is not None and (found := self._collector.end()) is not None:
+            self._tell_collector(found)
         self._oob.boundary(self.step_count)
         if self._plan is not None and applied():
             self._check(self._plan)
@@ -324,6 +330,11 @@ class Scout:
             self._desk.announce_restart(decision)
         self._desk.drain()
         self._trust.leave(decision)
+
+    def _tell_collector(self, found: Mapping[str, Any]) -> None:
+        hosts, devices = (of[self._peers.position] for of in self._places)
+        where = {"hosts": (hosts,), "devices": (devices,)}
+        self._desk.take_own(collector_report(self._peers.rank, self.step_count, found, where))
 
     def _tell_problem(self, problem: Problem) -> None:
         self._desk.take_shared([checkpoint_report(problem)])
@@ -384,20 +395,3 @@ def _available(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) 
         "at_rest": layout.shard_peers and config.at_rest_interval != 0,
     }
     return tuple(name for name, found in present.items() if found)
-
-
-def _announce(notes: tuple[str, ...], compiled: bool, peers: PeerGroup) -> None:
-    """Say once, at the start, what cannot be seen and what to do about it."""
-    for note in notes:
-        logger.warning("SCOUT: %s", note)
-    if compiled:
-        logger.warning(
-            "SCOUT: the model is compiled; checks recompute their invocations and replay eagerly, so kernels that the "
-            "compiler made are not exercised"
-        )
-    if peers.size == 1:
-        logger.warning(
-            "SCOUT: one rank has no peer to be compared with, so nothing is checked; train on 3 or more replicas"
-        )
-    elif peers.size == 2:
-        logger.warning("SCOUT: two peers show that they differ but not who is wrong; 3 or more replicas name the rank")

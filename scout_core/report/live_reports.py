@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from scout_core.consensus.readiness import name_ranks
@@ -17,6 +18,15 @@ KINDS = {
     "data_imbalance": FaultKind.DATA_IMBALANCE,
     "dataloader_stall": FaultKind.DATALOADER_STALL,
 }
+_NOTES = {
+    "input_bound": (FaultKind.DATALOADER_STALL, "the job waits for its loaders; no rank stands out"),
+    "host_contention": (
+        FaultKind.HOST_CONTENTION,
+        "ranks wait for a core of their hosts; fewer threads a rank (OMP_NUM_THREADS) or fewer processes would help; "
+        "no rank stands out",
+    ),
+}
+"""What is said of the job where no rank is to blame."""
 
 
 def live_reports(result: ReplayResult, places: Places) -> list[SCOUTFaultReport]:
@@ -30,9 +40,33 @@ def live_reports(result: ReplayResult, places: Places) -> list[SCOUTFaultReport]
         return reports
     findings = [f for f in result.live.findings if result.peer_ranks[f.position] not in result.straggler_ranks]
     reports += [_finding(result, finding, places) for finding in findings]
-    if result.live.note == "input_bound":
-        reports.append(_input_bound(result))
+    if result.live.note in _NOTES:
+        reports.append(_note(result, result.live.note))
     return reports
+
+
+def collector_report(
+    rank: int, step: int, found: Mapping[str, Any], where: Mapping[str, tuple[str, ...]]
+) -> SCOUTFaultReport:
+    """Python's collector of garbage pauses this rank again and again; `found` as `CollectorWatch` tells it."""
+    return SCOUTFaultReport(
+        kind=FaultKind.PROCESS_STALL,
+        severity="warning",
+        status="Attributed",
+        scope="rank",
+        ranks=(rank,),
+        **where,
+        surface="collector",
+        phase="train",
+        step=step,
+        first_seen_step=step,
+        basis="direct",
+        evidence=dict(found),
+        recommended_action="observe",
+        message=f"{name_ranks((rank,))}: Python's garbage collector paused it {found['pauses']} times in "
+        f"{found['steps']} steps, {found['paused_ms'] / 1e3:.1f} s in all, while peers waited; call gc.freeze() after "
+        "start-up, or gc.disable() and collect at the same steps on all ranks",
+    )
 
 
 def _finding(result: ReplayResult, finding: PaceFinding, places: Places) -> SCOUTFaultReport:
@@ -107,9 +141,14 @@ def _communication(result: ReplayResult, places: Places) -> list[SCOUTFaultRepor
     ]
 
 
-def _input_bound(result: ReplayResult) -> SCOUTFaultReport:
+def _note(result: ReplayResult, note: str) -> SCOUTFaultReport:
+    kind, text = _NOTES[note]
+    assert result.live is not None
+    evidence: dict[str, Any] = {"note": note}
+    if kind is FaultKind.HOST_CONTENTION:
+        evidence["core_wait"] = [None if value is None else round(value, 3) for value in result.live.core_wait]
     return SCOUTFaultReport(
-        kind=FaultKind.DATALOADER_STALL,
+        kind=kind,
         severity="info",
         status="Inconclusive",
         scope="job",
@@ -117,7 +156,7 @@ def _input_bound(result: ReplayResult) -> SCOUTFaultReport:
         phase="train",
         step=result.step,
         first_seen_step=result.step,
-        evidence={"note": "input_bound"},
+        evidence=evidence,
         recommended_action="continue",
-        message="the job waits for its loaders; no rank stands out",
+        message=text,
     )

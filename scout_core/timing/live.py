@@ -24,6 +24,8 @@ from scout_core.timing.pace import JobNote, PaceFinding, PaceJudge, PaceThreshol
 from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall, Pace, StepClock, mean_pace
 
 _RECENT = 20
+_CONTENDED = 0.25
+"""Share of their time that half of the peers wait for a core when their hosts are told to be overcommitted."""
 _CROWDED = 0.1
 """Share of its time a rank must wait for a core, and twice the others' share, before a crowded host is the cause."""
 
@@ -134,11 +136,15 @@ class LivePace:
         return LiveVerdict(
             step=verdict.step,
             findings=verdict.findings,
-            note=verdict.note,
+            note=verdict.note or ("host_contention" if self._contended(waits) else None),
             own_ms=own,
             core_wait=tuple(waits),
             crowded=tuple(f.position for f in verdict.findings if crowding_explains(f, own[f.position], waits)),
         )
+
+    def _contended(self, waits: Sequence[float | None]) -> bool:
+        median = _median(waits)
+        return len(self._recent) == _RECENT and median is not None and median > _CONTENDED
 
     def _core_wait(self, position: int) -> float | None:
         shares = [

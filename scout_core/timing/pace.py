@@ -23,7 +23,7 @@ from scout_core.timing.times import Times, medians_of_others, usable_times
 
 PaceKind = Literal["compute_straggler", "data_imbalance", "dataloader_stall"]
 Decision = Literal["observe", "exclude_at_next_restart"]
-JobNote = Literal["input_bound", "pauses", "slow_as_a_whole"]
+JobNote = Literal["input_bound", "pauses", "slow_as_a_whole", "host_contention"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from scout_core.adapter import FrameworkAdapter, Layout, Surfaces
-from scout_core.config import ReplayHarnessConfig, ScoutConfig
+from scout_core.adapter import FrameworkAdapter
+from scout_core.config import ScoutConfig
 from scout_core.health.config import HealthConfig
 from scout_core.health.watch import HealthWatch
 from scout_core.manager_api import OrchestrationHooks
@@ -26,8 +26,8 @@ from scout_core.pytorch import PyTorchAdapter
 from scout_core.replay.check import CheckRunner
 from scout_core.replay.guard import attempt, logger
 from scout_core.replay.recorder import Recorder
-from scout_core.replay.result import ReplayResult
-from scout_core.replay.schedule import Plan, plan_all, plan_step
+from scout_core.replay.result import ReplayResult, without_peers
+from scout_core.replay.schedule import Plan, available_classes, plan_all, plan_step
 from scout_core.report.check_reports import reports_of
 from scout_core.report.desk import ReportDesk
 from scout_core.report.fault_report import FaultKind, SCOUTFaultReport
@@ -107,7 +107,7 @@ class Scout:
         self._peers, self._partners, table = meet(layout, config.replay.readiness_timeout_s)
         self._places = places(self._peers, config.replay)
         self._layers = tuple(sorted(surfaces.hidden))
-        self._available = _available(surfaces, layout, config.replay)
+        self._available = available_classes(surfaces, layout, config.replay)
         # shards that are held once have no peer to be compared with
         self._replay = (
             config.replay.model_copy(update={"compare_parameters": False}) if layout.shard_peers else config.replay
@@ -288,7 +288,10 @@ class Scout:
         self._clock.begin()
 
     def _arm_next(self) -> None:
-        if not self.active or self._peers.size < 2:
+        if not self.active:
+            return
+        if self._peers.size < 2:
+            self._say_alone()
             return
         interval = self._replay.at_rest_interval or self._replay.check_interval
         if "at_rest" in self._available and interval and self.step_count % interval == 0:
@@ -298,6 +301,14 @@ class Scout:
         if self._plan is not None:
             plan = self._plan
             attempt("arming the next step", lambda: self._recorder.arm(plan, keep=self._runner.is_source(plan)))
+
+    def _say_alone(self) -> None:
+        """At the first step that would check: what cannot be compared on this rank, for lack of peers."""
+        plan = plan_step(self.step_count, self._replay, self._layers, self._available) if self.step_count else None
+        if plan is not None and self.last_result is None:
+            recipes = [recipe.recipe_id for recipe in plan.recipes]
+            self.last_result = result = without_peers(self.step_count, self._peers.rank, recipes)
+            attempt("reporting", lambda: self._publish(result))
 
     def _check(self, plan: Plan) -> ReplayResult | None:
         outcome = attempt("checking", lambda: self._runner.run(plan))
@@ -383,15 +394,3 @@ class Scout:
     def _watch_hardware(self, config: HealthConfig) -> HealthWatch:
         deliver, step = self._take_hardware, lambda: self.step_count
         return HealthWatch(config, rank=self._peers.rank, ordinal=own_ordinal(), deliver=deliver, step=step).start()
-
-
-def _available(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) -> tuple[str, ...]:
-    present = {
-        "embedding": surfaces.embedding,
-        "hidden": surfaces.hidden,
-        "output": surfaces.output,
-        "optimizer": not layout.shard_peers,
-        "owner_update": layout.shard_peers,
-        "at_rest": layout.shard_peers and config.at_rest_interval != 0,
-    }
-    return tuple(name for name, found in present.items() if found)

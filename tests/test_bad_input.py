@@ -87,7 +87,11 @@ def test_one_rank_is_told_that_nothing_is_checked_and_trains_on(caplog: pytest.L
     ):
         before = job.model[0].weight.clone()
         job.step()
-        assert scout.active and scout.step_count == 1 and scout.last_result is None and list(scout.reports) == []
+        first = scout.last_result
+        assert first is not None and (first.status.value, first.trustworthy) == ("Inconclusive", False)
+        told = {reason.recipe: reason.message for reason in first.inconclusive_reasons}
+        assert set(told) == {"hidden:0", "optimizer", "state"} and all("nothing to compare" in t for t in told.values())
+        assert scout.active and scout.step_count == 1 and list(scout.reports) == []
         result = scout.check_now()
         assert not result.trustworthy and result.sdc_ranks == () and result.peer_ranks == (0,)
         job.step()

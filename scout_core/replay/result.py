@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -113,3 +113,19 @@ class ReplayResult:
             "nonfinite_ranks": list(self.nonfinite_ranks),
             "elapsed_ms": round(self.elapsed_ms, 3),
         }
+
+
+def without_peers(step: int, rank: int, recipe_ids: Sequence[str]) -> ReplayResult:
+    """What a check says on a rank that has nobody to be compared with, recipe by recipe."""
+    text = "no other rank holds the same part of the model at the same place, so there is nothing to compare it with"
+    return ReplayResult(
+        step=step,
+        peer_ranks=(rank,),
+        status=C3Status.INCONCLUSIVE,
+        complete=False,
+        sdc_bitmap=(False,),
+        straggler_bitmap=(False,),
+        inconclusive_reasons=tuple(
+            Reason(recipe=recipe, field="peers", ranks=(), message=f"{recipe}: {text}") for recipe in recipe_ids
+        ),
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations
 from math import lcm
 
+from scout_core.adapter import Layout, Surfaces
 from scout_core.config import ReplayHarnessConfig
 
 
@@ -55,6 +56,19 @@ class Plan:
     def classes(self) -> tuple[str, ...]:
         """Recipe classes of the plan, in their order, each once."""
         return tuple(dict.fromkeys(recipe.recipe_class for recipe in self.recipes))
+
+
+def available_classes(surfaces: Surfaces, layout: Layout, config: ReplayHarnessConfig) -> tuple[str, ...]:
+    """The recipe classes that a model of these surfaces has in this layout."""
+    present = {
+        "embedding": surfaces.embedding,
+        "hidden": surfaces.hidden,
+        "output": surfaces.output,
+        "optimizer": not layout.shard_peers,
+        "owner_update": layout.shard_peers,
+        "at_rest": layout.shard_peers and config.at_rest_interval != 0,
+    }
+    return tuple(name for name, found in present.items() if found)
 
 
 def plan_step(step: int, config: ReplayHarnessConfig, layers: Sequence[int], available: Sequence[str]) -> Plan | None:

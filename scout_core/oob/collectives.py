@@ -2,7 +2,8 @@
 
 Each function is replaced in the modules that export it by one that records the call and calls the original. While a
 graph is traced the original is called alone, so compiled code stays what it was. Collectives that C++ issues (DDP's
-reducer, FSDP's streams) are not seen here.
+reducer, FSDP's streams) are not seen here. Those of background threads are left out: they keep no order with training's
+by which ranks could be compared, and go on while training hangs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ class CollectiveWatch:
         self._clock = clock
         self._inside = _Depth()
         self._closed = False
-        self._thread = threading.get_ident()
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._works: OrderedDict[int, tuple[tuple[int, int] | Awaited, GroupCall | None]] = OrderedDict()
         self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
@@ -97,7 +97,7 @@ class CollectiveWatch:
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth:
+            if torch.compiler.is_compiling() or self._aside:
                 return original(*args, **kwargs)
             if metadata is None:
                 return self._pair(name, original, args, kwargs)
@@ -130,7 +130,7 @@ class CollectiveWatch:
     def _pair(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         """Point to point: progress and whom it waits for, but nothing that all ranks of a group would issue alike."""
         group = argument(args, kwargs, 2, "group") if name != BATCH else None
-        if self._beside(group):
+        if _scouts(group):
             return original(*args, **kwargs)
         each = batched(args, kwargs) if name == BATCH else [partner(name, args, kwargs)]
         ranks = tuple(pair for one in each for pair in one)
@@ -158,7 +158,7 @@ class CollectiveWatch:
 
         @functools.wraps(original)
         def issue(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth or self._beside(group):
+            if torch.compiler.is_compiling() or self._aside or _scouts(group):
                 return original(group, tensors, *args, **kwargs)
             work = original(group, tensors, *args, **kwargs)
             if isinstance(work, c10d.Work):
@@ -169,13 +169,9 @@ class CollectiveWatch:
         return issue
 
     @property
-    def _depth(self) -> int:
-        return 1 if self._closed else self._inside.value
-
-    def _beside(self, group: Any) -> bool:
-        """Whether this is SCOUT's own, or goes on beside training and is no progress of it."""
-        own = str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
-        return own or threading.get_ident() != self._thread
+    def _aside(self) -> bool:
+        """Whether a call is not to be told of: after `close()`, inside another call, or beside training."""
+        return self._closed or self._inside.value > 0 or not self._publisher.training.here()
 
     def _waiting(self, original: Any) -> Any:
         publisher = self._publisher
@@ -185,7 +181,7 @@ class CollectiveWatch:
             if torch.compiler.is_compiling():
                 return original(work, *args, **kwargs)
             known, call = self._works.pop(id(work), (None, None))
-            if self._depth:
+            if self._aside:
                 return original(work, *args, **kwargs)
             if known is None:  # a group that is not watched
                 return self._timed(original, work, args, kwargs)
@@ -208,7 +204,7 @@ class CollectiveWatch:
     def _waiting_for_tensor(self, original: Any) -> Any:
         @functools.wraps(original)
         def wait(tensor: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth:
+            if torch.compiler.is_compiling() or self._aside:
                 return original(tensor)
             return self._timed(original, tensor, (), {})
 
@@ -247,6 +243,10 @@ class CollectiveWatch:
                 members = None
             found = self._members[id(group)] = (group, members)
         return found[1]
+
+
+def _scouts(group: Any) -> bool:
+    return str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
 
 
 def _resolved(group: Any) -> Any:

@@ -25,7 +25,8 @@ _NAMES = 64
 class ModelWatch:
     """Hooks on the root and the repeated layers that publish the position; none on a compiled model.
 
-    The passes of a model in evaluation mode are the phase `eval`, which has its own grace.
+    The passes of a model in evaluation mode are the phase `eval`, which has its own grace. Passes of background threads
+    are not training's and publish nothing.
     """
 
     def __init__(self, publisher: Publisher, root: nn.Module, layers: Mapping[int, nn.Module]) -> None:
@@ -43,6 +44,8 @@ class ModelWatch:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         publisher = self._publisher
+        if not publisher.training.here():
+            return
         phase = publisher._phase
         if phase == Phase.TRAIN and not module.training:
             publisher._phase = int(Phase.EVAL)
@@ -51,10 +54,11 @@ class ModelWatch:
         publisher.begin_pass()
 
     def _at(self, stage: int) -> Callable[[nn.Module, Any], None]:
-        publish = self._publisher.layer
+        publish, training = self._publisher.layer, self._publisher.training
 
         def enter(module: nn.Module, args: Any) -> None:
-            publish(stage)
+            if training.here():
+                publish(stage)
 
         return enter
 
@@ -122,7 +126,8 @@ class Usual:
 
 
 class WatchedLoader(Generic[T]):
-    """A loader whose `next()` calls are published. Everything else is the loader's own."""
+    """A loader whose `next()` calls are published, but for those of a thread that fetches ahead: training waits for
+    that elsewhere. Everything else is the loader's own."""
 
     def __init__(self, loader: Iterable[T], name: str, publisher: Publisher, clock: Clock = NO_CLOCK) -> None:
         self._loader = loader
@@ -133,23 +138,29 @@ class WatchedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         publisher, usual, name = self._publisher, self._usual, self._name
-        publisher.enter(Activity.DATALOADER, name, 0)
+        seen = publisher.training.here()
+        if seen:
+            publisher.enter(Activity.DATALOADER, name, 0)
         try:
             iterator = iter(self._loader)
-            publisher.workers(_worker_pids(iterator))
+            if seen:
+                publisher.workers(_worker_pids(iterator))
         finally:
-            publisher.leave()
+            if seen:
+                publisher.leave()
         known = 0  # the first one waits for workers that are being started: what the others take says nothing of it
         while True:
-            started, since = time.monotonic_ns(), self._clock.mark()
-            publisher.enter(Activity.DATALOADER, name, known)
+            seen, started, since = publisher.training.here(), time.monotonic_ns(), self._clock.mark()
+            if seen:
+                publisher.enter(Activity.DATALOADER, name, known)
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
                 self._clock.loaded(since)
-                publisher.leave()
+                if seen:
+                    publisher.leave()
             if known or not usual.ns:
                 usual.add(time.monotonic_ns() - started)
             known = usual.ns

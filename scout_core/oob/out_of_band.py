@@ -172,7 +172,7 @@ class OutOfBand:
 
     @contextmanager
     def _io(self, direction: str, name: str) -> Iterator[None]:
-        if self._publisher is None:
+        if self._publisher is None or not self._publisher.training.here():  # a saver's thread holds nobody up
             yield
             return
         self._clock.spoil()
@@ -184,7 +184,7 @@ class OutOfBand:
     def phase(self, name: str) -> Iterator[None]:
         """A block in the phase `startup`, `compile`, `train`, `eval`, `checkpoint` or `teardown`, with its grace."""
         phase = Phase[name.upper()]
-        if self._publisher is None:
+        if self._publisher is None or not self._publisher.training.here():
             yield
             return
         self._clock.spoil()

@@ -43,6 +43,7 @@ from scout_core.oob.layout import (
     text_offset,
 )
 from scout_core.oob.tally import Tally
+from scout_core.threads import TrainingThread
 
 _now = time.monotonic_ns
 _pack_progress = PROGRESS.pack_into
@@ -53,12 +54,14 @@ _pack_issued = struct.Struct("<Q").pack_into
 class Publisher:
     """Progress of one rank. Each method writes at once; none blocks, allocates shared memory or raises for full tables.
 
-    `tally` counts the collectives for the readiness contract.
+    `tally` counts the collectives for the readiness contract. Only what `training` says is training's may be written:
+    what goes on beside it is no progress of the rank. The thread that makes the publisher is that of training.
     """
 
     def __init__(self, memory: mmap.mmap, peers: Sequence[int] = ()) -> None:
         self._memory = memory
         self.tally = Tally(peers)
+        self.training = TrainingThread()
         self._number = 0
         self._step = 0
         self._micro = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scout_core.oob.channel import Channel, Scope
 from scout_core.oob.collectives import CollectiveWatch
-from scout_core.oob.instrument import Checkpoints, CompileWatch, Usual, WatchedLoader
+from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, Usual, WatchedLoader
 from scout_core.oob.layout import Activity, Phase
 from scout_core.oob.reader import read_awaited, read_groups, read_progress
 from scout_core.oob.writer import Publisher
@@ -62,6 +65,40 @@ def test_functional_collectives_are_calls_like_others(channel: Channel, alone: N
     ]
     watch.close()
     assert originals == [functional.all_reduce, functional.all_gather_tensor, functional.reduce_scatter_tensor]
+
+
+def test_what_background_threads_do_is_neither_progress_nor_a_call(channel: Channel, alone: None) -> None:
+    """An asynchronous checkpoint's writer goes on while training hangs. Backward runs in threads of C++ and counts."""
+    publisher = Publisher(channel.memory, (0,))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    watches = [CollectiveWatch(publisher), ModelWatch(publisher, model, dict(enumerate(model)))]
+    x, copy = torch.ones(2), dist.new_group([0])
+    loader = WatchedLoader([1, 2], "ahead", publisher)
+    issued_here = dist.all_reduce(x, async_op=True)
+
+    def beside() -> None:
+        dist.barrier()
+        dist.gather_object(1, [None], dst=0, group=copy)
+        functional.all_reduce(x, "sum", dist.group.WORLD).sum()
+        for work in (dist.all_reduce(x, async_op=True), issued_here):
+            assert work is not None
+            work.wait()
+        model(x)
+        finished.append(list(loader))
+
+    before, digest, finished = read_progress(channel.memory), publisher.tally.digest, []
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert finished == [[1, 2]] and read_progress(channel.memory) == before
+    assert len(calls(channel)) == 1 and publisher.tally.digest == digest
+
+    ended = threading.Event()
+    _thread.start_new_thread(lambda: (dist.barrier(), ended.set()), ())  # unknown to Python, as those of C++ are
+    assert ended.wait(30)
+    assert len(calls(channel)) == 2 and publisher.tally.digest != digest
+    for watch in watches:
+        watch.close()
 
 
 @pytest.fixture

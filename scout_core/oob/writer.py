@@ -209,7 +209,7 @@ class Publisher:
         struct.pack_into("<i", self._memory, SIGNAL_OFFSET, number)
 
     def detach(self) -> None:
-        """Write nowhere from now on; for a child process that shares the mapping by fork."""
+        """Write nowhere from now on: in a child process that shares the mapping by fork, and after the segment."""
         self._memory = mmap.mmap(-1, len(self._memory))
 
     def _push(self) -> None:

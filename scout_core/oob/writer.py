@@ -74,6 +74,7 @@ class Publisher:
         self._sequence = 0
         self._since = 0
         self._usual = 0
+        self._failed = False
         self._stack: list[tuple[int, int, int, int, int, int]] = []
         self._slots: dict[tuple[int, ...], int] = {}
         self._issued: list[int] = [0] * GROUPS
@@ -118,8 +119,10 @@ class Publisher:
         self.publish()
 
     def boundary(self, step: int) -> None:
-        """Optimizer step number `step` is done."""
+        """Optimizer step number `step` is done, and a collective's error that training survived with it."""
         self._step = step
+        if self._failed:
+            self.farewell(Farewell.NONE)
         self._micro = self._stage = 0
         if self._phase == Phase.STARTUP:
             self._phase = int(Phase.TRAIN)
@@ -195,6 +198,7 @@ class Publisher:
 
     def farewell(self, how: Farewell, text: str = "") -> None:
         """Say how this process leaves, or what its last collective raised."""
+        self._failed = how is Farewell.COLLECTIVE_FAILED
         data = text.encode(errors="replace")[-FAREWELL_BYTES:]
         self._memory[FAREWELL_OFFSET + FAREWELL.size : FAREWELL_OFFSET + FAREWELL.size + len(data)] = data
         FAREWELL.pack_into(self._memory, FAREWELL_OFFSET, int(how), len(data))

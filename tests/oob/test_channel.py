@@ -94,6 +94,17 @@ def test_what_is_published_is_read(channel: Channel) -> None:
     assert read_progress(channel.memory).activity is Activity.NONE
 
 
+def test_a_collectives_error_that_training_survived_is_no_farewell(channel: Channel) -> None:
+    p = Publisher(channel.memory, (0, 1))
+    p.farewell(Farewell.COLLECTIVE_FAILED, "all_reduce: timed out")
+    assert read_farewell(channel.memory) == (Farewell.COLLECTIVE_FAILED, "all_reduce: timed out")
+    p.boundary(11)
+    assert read_farewell(channel.memory) == (Farewell.NONE, "")
+    p.farewell(Farewell.EXCEPTION, "why")
+    p.boundary(12)
+    assert read_farewell(channel.memory) == (Farewell.EXCEPTION, "why")
+
+
 def test_rings_keep_the_newest_calls_of_each_group(channel: Channel) -> None:
     p = Publisher(channel.memory, (0, 1))
     for i in range(RING + 10):

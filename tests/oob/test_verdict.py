@@ -113,6 +113,12 @@ def test_victims_of_a_killed_rank_are_not_named() -> None:
     assert verdict(*dead, killed) == ("process_exit", (2,))
 
 
+def test_a_rank_that_handles_a_collectives_error_is_killed_first_hand() -> None:
+    failed = {"farewell": "collective_failed", "farewell_text": "Connection closed by peer", "status": "exited"}
+    killed = elsewhere(2, "abc", **failed, process=ProcessView(state="Z", exit_code=-9))
+    assert verdict(*others("abc", but=2), killed) == ("process_exit", (2,))
+
+
 def test_an_exit_of_all_at_the_end_is_no_fault() -> None:
     ended = {"status": "exited", "process": ProcessView(state="Z", exit_code=0)}
     assert verdict(*[elsewhere(r, "abc", **ended) for r in WORLD]) is None

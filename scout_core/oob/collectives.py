@@ -26,6 +26,7 @@ from scout_core.oob.calls import FUNCTIONAL, FUNCTIONS, Metadata, described
 from scout_core.oob.fingerprints import Described
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.point_to_point import BATCH, PAIRED, SINGLE, Awaited, argument, batched, partner, single
+from scout_core.oob.tally import Members
 from scout_core.oob.writer import Publisher
 from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall
 
@@ -52,8 +53,8 @@ class CollectiveWatch:
         self._inside = _Depth()
         self._closed = False
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._works: OrderedDict[int, tuple[tuple[int, int] | Awaited, GroupCall | None]] = OrderedDict()
-        self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
+        self._works: OrderedDict[int, tuple[tuple[Members, int] | Awaited, GroupCall | None]] = OrderedDict()
+        self._members: dict[int, tuple[Any, Members | None]] = {}
         for name, (metadata, place) in FUNCTIONS.items():
             self._replace_function(name, metadata, place)
         for name in (*PAIRED, BATCH):
@@ -105,7 +106,7 @@ class CollectiveWatch:
             if members is None:
                 return original(*args, **kwargs)
             what = described(name, metadata, _call_site(), args, kwargs)
-            slot, sequence = publisher.begin_call(members, what)
+            _, sequence = publisher.begin_call(members, what)
             self._inside.value += 1
             since = self._clock.mark()
             state, result = CallState.RAISED, None
@@ -120,9 +121,9 @@ class CollectiveWatch:
                 later = isinstance(result, c10d.Work)
                 call = None if since is None else _timed_call(name, members, what, args, kwargs, later)
                 self._clock.waited(since, None if later else call)
-                publisher.end_call(slot, sequence, state)
+                publisher.end_call(members, sequence, state)
             if later:
-                self._keep(result, (slot, sequence), call)
+                self._keep(result, (members, sequence), call)
             return result
 
         return watched
@@ -217,12 +218,12 @@ class CollectiveWatch:
         finally:
             self._clock.waited(since)
 
-    def _keep(self, work: Any, what: tuple[int, int] | Awaited, call: GroupCall | None = None) -> None:
+    def _keep(self, work: Any, what: tuple[Members, int] | Awaited, call: GroupCall | None = None) -> None:
         self._works[id(work)] = what, call
         if len(self._works) > _KEPT_WORKS:
             self._works.popitem(last=False)
 
-    def _group(self, args: Any, kwargs: Any, place: int | None) -> tuple[int, ...] | None:
+    def _group(self, args: Any, kwargs: Any, place: int | None) -> Members | None:
         """Global ranks of the group a call is made on; None for SCOUT's own group, and where this rank is no member."""
         group = kwargs.get("group")
         if group is None and place is not None and len(args) > place:

@@ -126,6 +126,24 @@ def test_more_groups_than_slots_and_more_texts_than_room_stay_bounded(channel: C
     assert len(read_groups(channel.memory)) == GROUPS and len(channel.memory) == SIZE
 
 
+def test_a_group_counts_on_when_others_took_its_slot(channel: Channel) -> None:
+    """Its other members may be in fewer groups: their numbers are not to part, and a wait is to show its own group."""
+    p = Publisher(channel.memory, (0, 1))
+    groups = [(0, other) for other in range(1, GROUPS + 3)]
+    what = describe("barrier", (), "a.py")
+    for _ in range(3):
+        started = [p.begin_call(members, what) for members in groups]
+        for call in started:
+            p.end_call(*call, CallState.RETURNED)
+    seen = read_groups(channel.memory)
+    assert [(group.issued, group.calls[-1].sequence) for group in seen.values()] == [(3, 3)] * GROUPS
+    assert [group.calls[-1].state for group in seen.values()] == ["returned"] * GROUPS
+    lost = next(call for call in started if call[0] not in {group.members for group in seen.values()})
+    p.wait_for(*lost)
+    now = read_progress(channel.memory)
+    assert (read_groups(channel.memory)[now.slot].members, now.sequence) == lost
+
+
 def test_a_reader_never_sees_half_a_record(channel: Channel) -> None:
     """Every field of one write carries the same number."""
     p = Publisher(channel.memory)

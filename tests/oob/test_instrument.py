@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from scout_core.oob.calls import FUNCTIONS, described
 from scout_core.oob.channel import Channel, Scope
 from scout_core.oob.collectives import CollectiveWatch
 from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, Usual, WatchedLoader
@@ -107,6 +108,24 @@ def four() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "root"),
+    [
+        ("broadcast", "src"), ("reduce", "dst"), ("gather", "dst"), ("scatter", "src"),
+        ("gather_object", "dst"), ("broadcast_object_list", "src"), ("scatter_object_list", "src"),
+    ],
+)  # fmt: skip
+def test_a_root_is_compared_however_it_is_given(name: str, root: str, four: None) -> None:
+    def fingerprint(**given: object) -> int:
+        return described(name, FUNCTIONS[name][0], "a.py", (torch.ones(2),), given).fingerprint
+
+    pair = dist.new_group([0, 2])
+    inside = f"group_{root}"
+    assert fingerprint(**{root: 2}, group=pair) == fingerprint(**{inside: 1}, group=pair)
+    assert fingerprint(**{root: 0}) == fingerprint(**{inside: 0}) == fingerprint()
+    assert fingerprint(**{root: 1}) == fingerprint(**{inside: 1}) != fingerprint(**{root: 0})
 
 
 def test_single_sends_are_followed_and_batches_take_the_originals(channel: Channel, four: None) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from scout_core.oob.layout import Activity, Phase
@@ -23,8 +24,10 @@ _NAMES = 64
 
 
 class ModelWatch:
-    """Hooks on the root and the repeated layers that publish the position; none on a compiled model.
+    """Hooks on the root and the repeated layers that publish the position.
 
+    A compiled model is given no layers: hooks inside it would change its code. That of the root runs before it, and in
+    code that is traced from further out none does anything.
     The passes of a model in evaluation mode are the phase `eval`, which has its own grace. Passes of background threads
     are not training's and publish nothing.
     """
@@ -32,7 +35,11 @@ class ModelWatch:
     def __init__(self, publisher: Publisher, root: nn.Module, layers: Mapping[int, nn.Module]) -> None:
         self._publisher = publisher
         self._layers = len(layers)
-        self._handles = [root.register_forward_pre_hook(self._begin)]
+        self._handles: list[Any] = [
+            root.register_forward_pre_hook(self._begin)
+            if root._compiled_call_impl is None
+            else _BeforeCompiled(root, self._begin)
+        ]
         for number, layer in layers.items():
             self._handles.append(layer.register_forward_pre_hook(self._at(number + 1)))
 
@@ -44,7 +51,7 @@ class ModelWatch:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         publisher = self._publisher
-        if not publisher.training.here():
+        if torch.compiler.is_compiling() or not publisher.training.here():
             return
         phase = publisher._phase
         if phase == Phase.TRAIN and not module.training:
@@ -57,10 +64,29 @@ class ModelWatch:
         publish, training = self._publisher.layer, self._publisher.training
 
         def enter(module: nn.Module, args: Any) -> None:
-            if training.here():
+            if not torch.compiler.is_compiling() and training.here():
                 publish(stage)
 
         return enter
+
+
+class _BeforeCompiled:
+    """Calls `begin` before a module that was compiled in place by `module.compile()`, which compiles hooks as well."""
+
+    def __init__(self, module: nn.Module, begin: Callable[[nn.Module, Any], None]) -> None:
+        self._module = module
+        original: Any = module._compiled_call_impl
+        self._original = original
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin(module, args)
+            return original(*args, **kwargs)
+
+        self._replacement = module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._replacement:
+            self._module._compiled_call_impl = self._original
 
 
 class CompileWatch:

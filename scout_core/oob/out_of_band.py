@@ -102,8 +102,8 @@ class OutOfBand:
         self._folder = self._state_folder()
         self._start_observer(config, run, on_report)
         self._undo.append(CollectiveWatch(publisher, clock).close)
+        self._undo.append(ModelWatch(publisher, root, {} if compiled else layers).close)
         if not compiled:
-            self._undo.append(ModelWatch(publisher, root, layers).close)
             self._undo.append(LiveWatch(root, clock).close)
         self._compiler = CompileWatch(publisher)
         self._compiler.look()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,62 @@ def test_compiled_collectives_stay_the_compilers(channel: Channel, alone: None) 
     assert reduced(torch.ones(3)).tolist() == [2.0] * 3
     watch.close()
     assert calls(channel) == []
+
+
+def _in_place(model: nn.Module, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+COMPILED = {
+    "wrapped": lambda model, backend: torch.compile(model, backend=backend),
+    "in place": _in_place,
+    "in part": lambda model, backend: nn.Sequential(model[0], torch.compile(model[1], backend=backend)),
+}
+
+
+@pytest.mark.parametrize("how", list(COMPILED))
+def test_passes_of_a_compiled_model_are_seen_and_its_code_stays_what_it_was(how: str, channel: Channel) -> None:
+    def train(watched: bool) -> tuple[list[str], list[torch.Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        graphs: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+            graphs.append(graph.code)
+            return graph
+
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
+        model, publisher = COMPILED[how](plain, backend), Publisher(channel.memory)
+        publisher.boundary(1)
+        watch = ModelWatch(publisher, model, {}) if watched else None
+        for mode in (True, True, False, False, True):
+            model.train(mode)
+            model(torch.ones(2, 4)).sum().backward()
+            if watched:
+                passes.append((read_progress(channel.memory).micro, read_progress(channel.memory).phase))
+        if watch is not None:
+            watch.close()
+            model(torch.ones(2, 4))
+            assert read_progress(channel.memory).micro == 5
+        return graphs, [parameter.grad for parameter in plain.parameters()]
+
+    passes: list[tuple[int, Phase]] = []
+    (bare, expected), (graphs, gradients) = train(watched=False), train(watched=True)
+    assert graphs == bare and all(map(torch.equal, gradients, expected))
+    assert passes == [(1, Phase.TRAIN), (2, Phase.TRAIN), (3, Phase.EVAL), (4, Phase.EVAL), (5, Phase.TRAIN)]
+
+
+def test_hooks_are_nothing_in_a_step_that_is_compiled_as_a_whole(channel: Channel) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    publisher = Publisher(channel.memory)
+    for inner, layers in ((model, dict(enumerate(model))), (torch.compile(model, backend="eager"), {})):
+        torch._dynamo.reset()
+        watch, before = ModelWatch(publisher, inner, layers), read_progress(channel.memory)
+        step = torch.compile(lambda x, inner=inner: inner(x).sum(), backend="eager", fullgraph=True)
+        step(torch.ones(2, 4))
+        assert read_progress(channel.memory) == before
+        watch.close()
 
 
 def test_the_compiler_says_when_it_compiles(channel: Channel) -> None:

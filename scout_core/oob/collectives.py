@@ -1,9 +1,9 @@
 """Watching the public collectives of `torch.distributed` from Python, and taking every patch off again.
 
-Each function is replaced in the modules that export it by one that records the call and calls the original. While a
-graph is traced the original is called alone, so compiled code stays what it was. Collectives that C++ issues (DDP's
-reducer, FSDP's streams) are not seen here. Those of background threads are left out: they keep no order with training's
-by which ranks could be compared, and go on while training hangs.
+Each function is replaced in the modules that export it, and in those that imported its name, by one that records the
+call and calls the original. While a graph is traced the original is called alone, so compiled code stays what it was.
+Collectives that C++ issues (DDP's reducer, FSDP's streams) are not seen here. Those of background threads are left out:
+they keep no order with training's by which ranks could be compared, and go on while training hangs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 _DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
+_LEFT_ALONE = ("torch", "scout_core")
 _OWN_GROUP = "scout_control"
 _OWN_GROUPS = "scout_"
 _KEPT_WORKS = 1024
@@ -66,6 +68,7 @@ class CollectiveWatch:
                 self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, place))
         if functional is not None:
             self._set(functional, "wait_tensor", self._waiting_for_tensor(functional.wait_tensor))
+        self._replace_imported_names()
         for name in SINGLE:
             self._set(c10d.ProcessGroup, name, self._singly(name, getattr(c10d.ProcessGroup, name)))
         self._set(c10d.Work, "wait", self._waiting(c10d.Work.wait))
@@ -88,6 +91,19 @@ class CollectiveWatch:
         for module in (c10d, dist):
             if module.__dict__.get(name) is original:
                 self._set(module, name, replacement)
+
+    def _replace_imported_names(self) -> None:
+        """What `from torch.distributed import all_reduce` left in modules that were loaded before.
+
+        Not in torch's own: its compiler knows collectives by identity.
+        """
+        replaced = {id(original): replacement for _, _, replacement, original in self._undo}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in _LEFT_ALONE or not issubclass(type(module), ModuleType):
+                continue  # what stands in for a module may load it once it is looked into
+            for key, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    self._set(module, key, replaced[id(value)])
 
     def _set(self, owner: Any, name: str, replacement: Any) -> None:
         self._undo.append((owner, name, replacement, owner.__dict__.get(name)))

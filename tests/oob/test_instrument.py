@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -101,6 +103,23 @@ def test_what_background_threads_do_is_neither_progress_nor_a_call(channel: Chan
     assert len(calls(channel)) == 2 and publisher.tally.digest != digest
     for watch in watches:
         watch.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_names_that_a_module_imported_before_are_followed_too(
+    channel: Channel, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported, others = ModuleType("users_training"), [functional.legacy_allreduce, dist.all_reduce]
+    imported.reduce_all, imported.gather = dist.all_reduce, functional.all_gather_tensor  # type: ignore[attr-defined]
+    before = dict(vars(imported))
+    monkeypatch.setitem(sys.modules, "users_training", imported)
+    watch = CollectiveWatch(Publisher(channel.memory, (0,)))
+    imported.reduce_all(torch.ones(3))
+    imported.gather(torch.ones(3), 0, dist.group.WORLD)
+    assert calls(channel) == ["all_reduce(float32[3], SUM)", "functional.all_gather_tensor(float32[3], dim=0)"]
+    assert functional.legacy_allreduce is others[0], "the compiler compares with it"
+    watch.close()
+    assert vars(imported) == before and dist.all_reduce is others[1]
 
 
 @pytest.fixture

@@ -49,6 +49,10 @@ class ModelWatch:
             handle.remove()
         self._handles.clear()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWatch:
+        """A copy of the model, such as an average of its weights, has its hooks: its passes are this rank's too."""
+        return self
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         publisher = self._publisher
         if torch.compiler.is_compiling() or not publisher.training.here():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, Usu
 from scout_core.oob.layout import Activity, Phase
 from scout_core.oob.reader import read_awaited, read_groups, read_progress
 from scout_core.oob.writer import Publisher
+from scout_core.timing.live import LiveWatch
+from scout_core.timing.step_clock import StepClock
 
 
 @pytest.fixture
@@ -76,13 +79,13 @@ def test_what_background_threads_do_is_neither_progress_nor_a_call(channel: Chan
     publisher = Publisher(channel.memory, (0,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     watches = [CollectiveWatch(publisher), ModelWatch(publisher, model, dict(enumerate(model)))]
-    x, copy = torch.ones(2), dist.new_group([0])
+    x, beside_world = torch.ones(2), dist.new_group([0])
     loader = WatchedLoader([1, 2], "ahead", publisher)
     issued_here = dist.all_reduce(x, async_op=True)
 
     def beside() -> None:
         dist.barrier()
-        dist.gather_object(1, [None], dst=0, group=copy)
+        dist.gather_object(1, [None], dst=0, group=beside_world)
         functional.all_reduce(x, "sum", dist.group.WORLD).sum()
         for work in (dist.all_reduce(x, async_op=True), issued_here):
             assert work is not None
@@ -245,6 +248,17 @@ def test_hooks_are_nothing_in_a_step_that_is_compiled_as_a_whole(channel: Channe
         step = torch.compile(lambda x, inner=inner: inner(x).sum(), backend="eager", fullgraph=True)
         step(torch.ones(2, 4))
         assert read_progress(channel.memory) == before
+        watch.close()
+
+
+def test_a_watched_model_can_be_copied_and_the_copys_passes_are_seen(channel: Channel) -> None:
+    model, publisher = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Publisher(channel.memory)
+    publisher.boundary(1)
+    watches = [ModelWatch(publisher, model, {}), LiveWatch(model, StepClock(torch.device("cpu"), 1, lambda: 0))]
+    average = copy.deepcopy(model).eval()
+    average(torch.ones(1, 2))
+    assert (read_progress(channel.memory).micro, read_progress(channel.memory).phase) == (1, Phase.EVAL)
+    for watch in watches:
         watch.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from scout_core.oob.fingerprints import Described, describe, tensor_text
-from scout_core.oob.point_to_point import argument
+from scout_core.oob.point_to_point import argument, rank_given
 
 Metadata = Callable[[Sequence[Any], dict[str, Any]], tuple[object, ...]]
 
@@ -29,15 +29,18 @@ def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
     return _tensor(argument(args, kwargs, 0, "tensor")), _op(argument(args, kwargs, 1, "op"))
 
 
-def _broadcast(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    source = argument(args, kwargs, 1, "src")
-    root = f"src={source}" if source is not None else f"group_src={kwargs.get('group_src')}"
-    return _tensor(argument(args, kwargs, 0, "tensor")), root
+def _root(index: int, name: str, place: int) -> Metadata:
+    """The root by its global rank: ranks may give it in either way, or leave it to torch, which takes 0."""
+    return lambda args, kwargs: (f"{name}={rank_given(args, kwargs, index, name, place) or 0}",)
+
+
+def _rooted(index: int, name: str, place: int) -> Metadata:
+    root = _root(index, name, place)
+    return lambda args, kwargs: (_tensor(argument(args, kwargs, 0, "tensor")), *root(args, kwargs))
 
 
 def _reduce(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    root = argument(args, kwargs, 1, "dst", kwargs.get("group_dst"))
-    return _tensor(argument(args, kwargs, 0, "tensor")), f"dst={root}", _op(argument(args, kwargs, 2, "op"))
+    return *_rooted(1, "dst", 3)(args, kwargs), _op(argument(args, kwargs, 2, "op"))
 
 
 def _first(name: str) -> Metadata:
@@ -63,31 +66,27 @@ def _nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[object, ...]:
     return ()
 
 
-def _root(index: int, name: str) -> Metadata:
-    return lambda args, kwargs: (f"{name}={argument(args, kwargs, index, name)}",)
-
-
 FUNCTIONS: dict[str, tuple[Metadata, int | None]] = {
     # name: what must be equal on all ranks, place of `group` among the positional arguments
     "all_reduce": (_reduced, 2),
     "all_reduce_coalesced": (_reduced, 2),
-    "broadcast": (_broadcast, 2),
+    "broadcast": (_rooted(1, "src", 2), 2),
     "reduce": (_reduce, 3),
     "all_gather": (_first("tensor_list"), 2),
     "all_gather_into_tensor": (_first("output_tensor"), 2),
     "all_gather_coalesced": (_first("output_tensor_lists"), 2),
     "reduce_scatter": (_scattered("input_list"), 3),
     "reduce_scatter_tensor": (_scattered("input"), 3),
-    "scatter": (_first("tensor"), 3),
-    "gather": (_first("tensor"), 3),
+    "scatter": (_rooted(2, "src", 3), 3),
+    "gather": (_rooted(2, "dst", 3), 3),
     "all_to_all": (_exchanged, 2),
     "all_to_all_single": (_exchanged, 4),
     "barrier": (_nothing, 0),
     "monitored_barrier": (_nothing, 0),
     "all_gather_object": (_nothing, 2),
-    "gather_object": (_root(2, "dst"), 3),
-    "broadcast_object_list": (_root(1, "src"), 2),
-    "scatter_object_list": (_root(2, "src"), 3),
+    "gather_object": (_root(2, "dst", 3), 3),
+    "broadcast_object_list": (_root(1, "src", 2), 2),
+    "scatter_object_list": (_root(2, "src", 3), 3),
 }
 
 
@@ -133,6 +132,6 @@ def described(name: str, metadata: Metadata, site: str, args: Sequence[Any], kwa
     """The description of one call of `name` at `site`, from what `metadata` finds in its arguments."""
     try:
         found = metadata(args, kwargs)
-    except (IndexError, AttributeError, TypeError):  # a call that torch itself is going to refuse
+    except (IndexError, AttributeError, TypeError, ValueError):  # a call that torch itself is going to refuse
         found = ("?",)
     return describe(name, found, site)

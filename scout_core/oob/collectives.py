@@ -1,8 +1,9 @@
 """Watching the public collectives of `torch.distributed` from Python, and taking every patch off again.
 
-Each function is replaced in the modules that export it by one that records the call and calls the original. While a
-graph is traced the original is called alone, so compiled code stays what it was. Collectives that C++ issues (DDP's
-reducer, FSDP's streams) are not seen here.
+Each function is replaced in the modules that export it, and in those that imported its name, by one that records the
+call and calls the original. While a graph is traced the original is called alone, so compiled code stays what it was.
+Collectives that C++ issues (DDP's reducer, FSDP's streams) are not seen here. Those of background threads are left out:
+they keep no order with training's by which ranks could be compared, and go on while training hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,11 +27,13 @@ from scout_core.oob.calls import FUNCTIONAL, FUNCTIONS, Metadata, described
 from scout_core.oob.fingerprints import Described
 from scout_core.oob.layout import CallState, Farewell
 from scout_core.oob.point_to_point import BATCH, PAIRED, SINGLE, Awaited, argument, batched, partner, single
+from scout_core.oob.tally import Members
 from scout_core.oob.writer import Publisher
 from scout_core.timing.step_clock import NO_CLOCK, Clock, GroupCall
 
 _PACKAGES = (os.path.dirname(os.path.abspath(torch.__file__)), os.path.dirname(os.path.dirname(__file__)))
 _DEMO = os.path.join(_PACKAGES[1], "demo")  # a training job like any other
+_LEFT_ALONE = ("torch", "scout_core")
 _OWN_GROUP = "scout_control"
 _OWN_GROUPS = "scout_"
 _KEPT_WORKS = 1024
@@ -50,10 +54,9 @@ class CollectiveWatch:
         self._clock = clock
         self._inside = _Depth()
         self._closed = False
-        self._thread = threading.get_ident()
         self._undo: list[tuple[Any, str, Any, Any]] = []
-        self._works: OrderedDict[int, tuple[tuple[int, int] | Awaited, GroupCall | None]] = OrderedDict()
-        self._members: dict[int, tuple[Any, tuple[int, ...] | None]] = {}
+        self._works: OrderedDict[int, tuple[tuple[Members, int] | Awaited, GroupCall | None]] = OrderedDict()
+        self._members: dict[int, tuple[Any, Members | None]] = {}
         for name, (metadata, place) in FUNCTIONS.items():
             self._replace_function(name, metadata, place)
         for name in (*PAIRED, BATCH):
@@ -65,6 +68,7 @@ class CollectiveWatch:
                 self._set(functional, name, self._wrap(f"functional.{name}", original, metadata, place))
         if functional is not None:
             self._set(functional, "wait_tensor", self._waiting_for_tensor(functional.wait_tensor))
+        self._replace_imported_names()
         for name in SINGLE:
             self._set(c10d.ProcessGroup, name, self._singly(name, getattr(c10d.ProcessGroup, name)))
         self._set(c10d.Work, "wait", self._waiting(c10d.Work.wait))
@@ -88,6 +92,19 @@ class CollectiveWatch:
             if module.__dict__.get(name) is original:
                 self._set(module, name, replacement)
 
+    def _replace_imported_names(self) -> None:
+        """What `from torch.distributed import all_reduce` left in modules that were loaded before.
+
+        Not in torch's own: its compiler knows collectives by identity.
+        """
+        replaced = {id(original): replacement for _, _, replacement, original in self._undo}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in _LEFT_ALONE or not issubclass(type(module), ModuleType):
+                continue  # what stands in for a module may load it once it is looked into
+            for key, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    self._set(module, key, replaced[id(value)])
+
     def _set(self, owner: Any, name: str, replacement: Any) -> None:
         self._undo.append((owner, name, replacement, owner.__dict__.get(name)))
         setattr(owner, name, replacement)
@@ -97,7 +114,7 @@ class CollectiveWatch:
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth:
+            if torch.compiler.is_compiling() or self._aside:
                 return original(*args, **kwargs)
             if metadata is None:
                 return self._pair(name, original, args, kwargs)
@@ -105,7 +122,7 @@ class CollectiveWatch:
             if members is None:
                 return original(*args, **kwargs)
             what = described(name, metadata, _call_site(), args, kwargs)
-            slot, sequence = publisher.begin_call(members, what)
+            _, sequence = publisher.begin_call(members, what)
             self._inside.value += 1
             since = self._clock.mark()
             state, result = CallState.RAISED, None
@@ -120,9 +137,9 @@ class CollectiveWatch:
                 later = isinstance(result, c10d.Work)
                 call = None if since is None else _timed_call(name, members, what, args, kwargs, later)
                 self._clock.waited(since, None if later else call)
-                publisher.end_call(slot, sequence, state)
+                publisher.end_call(members, sequence, state)
             if later:
-                self._keep(result, (slot, sequence), call)
+                self._keep(result, (members, sequence), call)
             return result
 
         return watched
@@ -130,7 +147,7 @@ class CollectiveWatch:
     def _pair(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         """Point to point: progress and whom it waits for, but nothing that all ranks of a group would issue alike."""
         group = argument(args, kwargs, 2, "group") if name != BATCH else None
-        if self._beside(group):
+        if _scouts(group):
             return original(*args, **kwargs)
         each = batched(args, kwargs) if name == BATCH else [partner(name, args, kwargs)]
         ranks = tuple(pair for one in each for pair in one)
@@ -158,7 +175,7 @@ class CollectiveWatch:
 
         @functools.wraps(original)
         def issue(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth or self._beside(group):
+            if torch.compiler.is_compiling() or self._aside or _scouts(group):
                 return original(group, tensors, *args, **kwargs)
             work = original(group, tensors, *args, **kwargs)
             if isinstance(work, c10d.Work):
@@ -169,13 +186,9 @@ class CollectiveWatch:
         return issue
 
     @property
-    def _depth(self) -> int:
-        return 1 if self._closed else self._inside.value
-
-    def _beside(self, group: Any) -> bool:
-        """Whether this is SCOUT's own, or goes on beside training and is no progress of it."""
-        own = str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
-        return own or threading.get_ident() != self._thread
+    def _aside(self) -> bool:
+        """Whether a call is not to be told of: after `close()`, inside another call, or beside training."""
+        return self._closed or self._inside.value > 0 or not self._publisher.training.here()
 
     def _waiting(self, original: Any) -> Any:
         publisher = self._publisher
@@ -185,7 +198,7 @@ class CollectiveWatch:
             if torch.compiler.is_compiling():
                 return original(work, *args, **kwargs)
             known, call = self._works.pop(id(work), (None, None))
-            if self._depth:
+            if self._aside:
                 return original(work, *args, **kwargs)
             if known is None:  # a group that is not watched
                 return self._timed(original, work, args, kwargs)
@@ -208,7 +221,7 @@ class CollectiveWatch:
     def _waiting_for_tensor(self, original: Any) -> Any:
         @functools.wraps(original)
         def wait(tensor: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth:
+            if torch.compiler.is_compiling() or self._aside:
                 return original(tensor)
             return self._timed(original, tensor, (), {})
 
@@ -221,12 +234,12 @@ class CollectiveWatch:
         finally:
             self._clock.waited(since)
 
-    def _keep(self, work: Any, what: tuple[int, int] | Awaited, call: GroupCall | None = None) -> None:
+    def _keep(self, work: Any, what: tuple[Members, int] | Awaited, call: GroupCall | None = None) -> None:
         self._works[id(work)] = what, call
         if len(self._works) > _KEPT_WORKS:
             self._works.popitem(last=False)
 
-    def _group(self, args: Any, kwargs: Any, place: int | None) -> tuple[int, ...] | None:
+    def _group(self, args: Any, kwargs: Any, place: int | None) -> Members | None:
         """Global ranks of the group a call is made on; None for SCOUT's own group, and where this rank is no member."""
         group = kwargs.get("group")
         if group is None and place is not None and len(args) > place:
@@ -247,6 +260,10 @@ class CollectiveWatch:
                 members = None
             found = self._members[id(group)] = (group, members)
         return found[1]
+
+
+def _scouts(group: Any) -> bool:
+    return str(getattr(group, "group_desc", "")).startswith(_OWN_GROUPS)
 
 
 def _resolved(group: Any) -> Any:

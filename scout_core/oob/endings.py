@@ -43,7 +43,12 @@ def judge_endings(views: Mapping[int, RankView]) -> Finding | None:
 
 
 def _is_victim(view: RankView) -> bool:
-    """Whether its last collective failed under it, or an error of communication ended it."""
+    """Whether its last collective failed under it, or an error of communication ended it.
+
+    No error kills with SIGKILL: whoever is killed by it, is so first-hand, even while it handles such an error.
+    """
+    if view.process.exit_code == -signal.SIGKILL:
+        return False
     if view.farewell == "collective_failed":
         return True
     if view.farewell == "exception":

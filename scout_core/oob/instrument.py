@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from scout_core.oob.layout import Activity, Phase
@@ -23,15 +24,22 @@ _NAMES = 64
 
 
 class ModelWatch:
-    """Hooks on the root and the repeated layers that publish the position; none on a compiled model.
+    """Hooks on the root and the repeated layers that publish the position.
 
-    The passes of a model in evaluation mode are the phase `eval`, which has its own grace.
+    A compiled model is given no layers: hooks inside it would change its code. That of the root runs before it, and in
+    code that is traced from further out none does anything.
+    The passes of a model in evaluation mode are the phase `eval`, which has its own grace. Passes of background threads
+    are not training's and publish nothing.
     """
 
     def __init__(self, publisher: Publisher, root: nn.Module, layers: Mapping[int, nn.Module]) -> None:
         self._publisher = publisher
         self._layers = len(layers)
-        self._handles = [root.register_forward_pre_hook(self._begin)]
+        self._handles: list[Any] = [
+            root.register_forward_pre_hook(self._begin)
+            if root._compiled_call_impl is None
+            else _BeforeCompiled(root, self._begin)
+        ]
         for number, layer in layers.items():
             self._handles.append(layer.register_forward_pre_hook(self._at(number + 1)))
 
@@ -41,8 +49,14 @@ class ModelWatch:
             handle.remove()
         self._handles.clear()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWatch:
+        """A copy of the model, such as an average of its weights, has its hooks: its passes are this rank's too."""
+        return self
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         publisher = self._publisher
+        if torch.compiler.is_compiling() or not publisher.training.here():
+            return
         phase = publisher._phase
         if phase == Phase.TRAIN and not module.training:
             publisher._phase = int(Phase.EVAL)
@@ -51,12 +65,32 @@ class ModelWatch:
         publisher.begin_pass()
 
     def _at(self, stage: int) -> Callable[[nn.Module, Any], None]:
-        publish = self._publisher.layer
+        publish, training = self._publisher.layer, self._publisher.training
 
         def enter(module: nn.Module, args: Any) -> None:
-            publish(stage)
+            if not torch.compiler.is_compiling() and training.here():
+                publish(stage)
 
         return enter
+
+
+class _BeforeCompiled:
+    """Calls `begin` before a module that was compiled in place by `module.compile()`, which compiles hooks as well."""
+
+    def __init__(self, module: nn.Module, begin: Callable[[nn.Module, Any], None]) -> None:
+        self._module = module
+        original: Any = module._compiled_call_impl
+        self._original = original
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin(module, args)
+            return original(*args, **kwargs)
+
+        self._replacement = module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._module._compiled_call_impl is self._replacement:
+            self._module._compiled_call_impl = self._original
 
 
 class CompileWatch:
@@ -122,7 +156,8 @@ class Usual:
 
 
 class WatchedLoader(Generic[T]):
-    """A loader whose `next()` calls are published. Everything else is the loader's own."""
+    """A loader whose `next()` calls are published, but for those of a thread that fetches ahead: training waits for
+    that elsewhere. Everything else is the loader's own."""
 
     def __init__(self, loader: Iterable[T], name: str, publisher: Publisher, clock: Clock = NO_CLOCK) -> None:
         self._loader = loader
@@ -133,23 +168,29 @@ class WatchedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         publisher, usual, name = self._publisher, self._usual, self._name
-        publisher.enter(Activity.DATALOADER, name, 0)
+        seen = publisher.training.here()
+        if seen:
+            publisher.enter(Activity.DATALOADER, name, 0)
         try:
             iterator = iter(self._loader)
-            publisher.workers(_worker_pids(iterator))
+            if seen:
+                publisher.workers(_worker_pids(iterator))
         finally:
-            publisher.leave()
+            if seen:
+                publisher.leave()
         known = 0  # the first one waits for workers that are being started: what the others take says nothing of it
         while True:
-            started, since = time.monotonic_ns(), self._clock.mark()
-            publisher.enter(Activity.DATALOADER, name, known)
+            seen, started, since = publisher.training.here(), time.monotonic_ns(), self._clock.mark()
+            if seen:
+                publisher.enter(Activity.DATALOADER, name, known)
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             finally:
                 self._clock.loaded(since)
-                publisher.leave()
+                if seen:
+                    publisher.leave()
             if known or not usual.ns:
                 usual.add(time.monotonic_ns() - started)
             known = usual.ns

@@ -97,12 +97,13 @@ class OutOfBand:
         self._channel = Channel.create(scope, world=peers.size)
         self._undo.append(lambda: self._channel.close(unlink=True))
         self._publisher = publisher = Publisher(self._channel.memory, peers.ranks)
+        self._undo.append(publisher.detach)  # what training still holds of it writes nowhere then
         _live.add(publisher)
         self._folder = self._state_folder()
         self._start_observer(config, run, on_report)
         self._undo.append(CollectiveWatch(publisher, clock).close)
+        self._undo.append(ModelWatch(publisher, root, {} if compiled else layers).close)
         if not compiled:
-            self._undo.append(ModelWatch(publisher, root, layers).close)
             self._undo.append(LiveWatch(root, clock).close)
         self._compiler = CompileWatch(publisher)
         self._compiler.look()
@@ -172,7 +173,7 @@ class OutOfBand:
 
     @contextmanager
     def _io(self, direction: str, name: str) -> Iterator[None]:
-        if self._publisher is None:
+        if self._publisher is None or not self._publisher.training.here():  # a saver's thread holds nobody up
             yield
             return
         self._clock.spoil()
@@ -184,16 +185,17 @@ class OutOfBand:
     def phase(self, name: str) -> Iterator[None]:
         """A block in the phase `startup`, `compile`, `train`, `eval`, `checkpoint` or `teardown`, with its grace."""
         phase = Phase[name.upper()]
-        if self._publisher is None:
+        publisher = self._publisher  # the block may close
+        if publisher is None or not publisher.training.here():
             yield
             return
         self._clock.spoil()
-        before = self._publisher.phase
-        self._publisher.set_phase(phase)
+        before = publisher.phase
+        publisher.set_phase(phase)
         try:
             yield
         finally:
-            self._publisher.set_phase(before)
+            publisher.set_phase(before)
 
     def close(self) -> None:
         """Take off every patch and hook, see the observer off, remove the segment. A second call does nothing."""

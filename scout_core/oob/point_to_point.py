@@ -27,13 +27,19 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: s
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
+def rank_given(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: str, place: int) -> int | None:
+    """The global rank that a call names, as `name` or as `group_<name>` inside the group at `place`; None without."""
+    rank = argument(args, kwargs, index, name)
+    if rank is None and (inner := kwargs.get(f"group_{name}")) is not None:
+        group = argument(args, kwargs, place, "group")
+        rank = inner if group is None else dist.get_global_rank(group, inner)
+    return None if rank is None else int(rank)
+
+
 def partner(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Partners:
     """With whom a call of `send` or `recv` is; () for any."""
-    comes, rank = name.endswith("recv"), argument(args, kwargs, 1, PAIRED[name])
-    if rank is None:
-        inner, group = kwargs.get(f"group_{PAIRED[name]}"), argument(args, kwargs, 2, "group")
-        rank = inner if inner is None or group is None else dist.get_global_rank(group, inner)
-    return () if rank is None else ((int(rank), comes),)
+    rank = rank_given(args, kwargs, 1, PAIRED[name], 2)
+    return () if rank is None else ((rank, name.endswith("recv")),)
 
 
 def batched(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Partners]:

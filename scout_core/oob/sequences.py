@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -13,8 +13,9 @@ from scout_core.oob.records import Call, GroupView
 class Divergence:
     """Call number `sequence` of a group, at which ranks issued different calls.
 
-    `apart` are the ranks outside a strict majority, empty when there is none. `how` says what the first of them did:
-    `missing call`, `extra call`, `wrong order` or `other call`. `expected` and `found` are texts of the calls.
+    `apart` are the ranks outside a strict majority of the group, empty when there is none. `how` says what the first
+    of them did: `missing call`, `extra call`, `wrong order` or `other call`. `expected` and `found` are texts of the
+    calls. `step` is the first optimizer step in which one of these two was issued.
     """
 
     group: int
@@ -29,10 +30,12 @@ class Divergence:
     camps: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def first_divergence(views: Mapping[int, GroupView]) -> Divergence | None:
+def first_divergence(views: Mapping[int, GroupView], among: Collection[int] = ()) -> Divergence | None:
     """The first call on which the ranks' views (by global rank) of one group differ, or None.
 
-    Calls that some rank has not issued yet, or that fell out of a ring, are no difference.
+    Calls that some rank has not issued yet, or that fell out of a ring, are no difference. `among` are the ranks that
+    are compared, those with views if not given: its members of the group are the whole of which a majority is one,
+    also those that have not come to the call or gave no answer.
     """
     if len(views) < 2:
         return None
@@ -43,23 +46,26 @@ def first_divergence(views: Mapping[int, GroupView]) -> Divergence | None:
     for sequence in range(max(starts), max(view.issued for view in views.values()) + 1):
         here = {rank: found[sequence] for rank, found in calls.items() if sequence in found}
         if len({call.fingerprint for call in here.values()}) > 1:
-            return _divergence(views, here, sequence)
+            return _divergence(views, here, sequence, _whole(next(iter(views.values())), among or views))
     return None
 
 
-def settle(found: Divergence, groups: Mapping[int, Mapping[int, GroupView]]) -> Divergence:
+def settle(found: Divergence, groups: Mapping[int, Mapping[int, GroupView]], among: Collection[int]) -> Divergence:
     """A divergence without a majority in its group, decided by corresponding groups if they can. Pure.
 
     In a mesh, the groups along one dimension run one program: same size, same distances between members, and equal
-    calls before this one. Their ranks count with the camp whose call they issued; a strict majority of all decides.
+    calls before this one. Their ranks count with the camp whose call they issued; a strict majority of all of them and
+    of the group decides. `among` as in `first_divergence`.
     """
     own = groups[found.group]
     before = _before(own, found.sequence)
     votes: dict[int, list[int]] = {}
+    whole = {found.group: _whole(next(iter(own.values())), among)}
     for view in _corresponding(found, groups):
         call = next((c for c in view[1].calls if c.sequence == found.sequence), None)
         if call is not None and before and _agree(_common(before, view[1], found.sequence), before):
             votes.setdefault(call.fingerprint, []).append(view[0])
+            whole[view[1].key] = _whole(view[1], among)
     camps: dict[int, list[int]] = {}
     for rank, view_of in own.items():
         for call in view_of.calls:
@@ -67,7 +73,7 @@ def settle(found: Divergence, groups: Mapping[int, Mapping[int, GroupView]]) -> 
                 camps.setdefault(call.fingerprint, []).append(rank)
     every = {word: camps.get(word, []) + votes.get(word, []) for word in {*camps, *votes}}
     best = max(every, key=lambda word: len(every[word]))
-    if best not in camps or len(every[best]) * 2 <= sum(map(len, every.values())):
+    if best not in camps or len(every[best]) * 2 <= sum(whole.values()):
         return found
     apart = tuple(sorted(rank for word, ranks in camps.items() if word != best for rank in ranks))
     here = {rank: next(c for c in own[rank].calls if c.sequence == found.sequence) for w in camps for rank in camps[w]}
@@ -113,12 +119,17 @@ def _common(before: Sequence[int], view: GroupView, sequence: int) -> list[int]:
     return [c.fingerprint for c in reversed(view.calls) if c.sequence < sequence][: len(before)]
 
 
-def _divergence(views: Mapping[int, GroupView], here: Mapping[int, Call], sequence: int) -> Divergence:
+def _whole(view: GroupView, among: Collection[int]) -> int:
+    """How many ranks of a group are compared."""
+    return sum(rank in among for rank in view.members)
+
+
+def _divergence(views: Mapping[int, GroupView], here: Mapping[int, Call], sequence: int, whole: int) -> Divergence:
     camps: dict[int, list[int]] = {}
     for rank in sorted(here):
         camps.setdefault(here[rank].fingerprint, []).append(rank)
     largest = max(camps.values(), key=len)
-    decided = len(largest) * 2 > len(here)
+    decided = len(largest) * 2 > whole
     apart = tuple(rank for rank in sorted(here) if decided and rank not in largest)
     other = apart[0] if apart else next(ranks[0] for ranks in camps.values() if ranks is not largest)
     model = here[largest[0]]
@@ -132,7 +143,7 @@ def _divergence(views: Mapping[int, GroupView], here: Mapping[int, Call], sequen
         how=compare_tails(_tail(views[other], sequence), _tail(views[largest[0]], sequence)),
         expected=model.text,
         found=here[other].text,
-        step=here[other].step,
+        step=min(model.step, here[other].step),
         camps=tuple((here[ranks[0]].text, tuple(ranks)) for ranks in camps.values()),
     )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from scout_core.consensus.readiness import COMPARED_GROUPS
 from scout_core.oob.fingerprints import Described, digest_of, group_key
-from scout_core.threads import TrainingThread
 
 KEPT_CALLS = 2048
 """Newest calls that are kept to find the first that differs; the words are over all of them."""
@@ -42,7 +41,7 @@ class TalliedCalls:
 
 
 class Tally:
-    """Counts the calls of the thread that makes it and of autograd's; background threads keep no order with training.
+    """Counts the calls that training issues.
 
     `digest` is one word over the calls on all groups that hold every peer, their order among each other included.
     """
@@ -50,14 +49,11 @@ class Tally:
     def __init__(self, peers: Sequence[int]) -> None:
         self.digest = 0
         self._peers = frozenset(peers)
-        self._training = TrainingThread()
         self._groups: dict[Members, Tallied] = {}
         self._recent: deque[tuple[Members, int, Described, int]] = deque(maxlen=KEPT_CALLS)
 
     def add(self, members: Members, what: Described, step: int) -> None:
         """A call was issued on the group with these global ranks."""
-        if not self._training.here():
-            return
         group = self._groups.get(members) or self._take(members)
         group.issued += 1
         group.digest = digest_of(group.digest, members, what.fingerprint + step)

@@ -7,7 +7,7 @@ or when a strict majority of its peers waits for it. Whoever waits for somebody 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,17 +39,30 @@ def judge(views: Sequence[RankView], members: Sequence[int]) -> Finding | None:
     situation = Situation(
         views=known, members=tuple(members), silent=tuple(rank for rank in members if rank not in known)
     )
-    return judge_calls(known) or judge_endings(known) or _judge_stall(situation)
+    calls = judge_calls(known, members)
+    late = _late(calls, known) if calls is not None and not calls.ranks else []
+    if calls is not None and not late:
+        return calls
+    found = judge_endings(known) or _judge_stall(situation)
+    if calls is None or (found is not None and found.ranks):
+        return found
+    return calls if all(view.stalled or view.status != "alive" for view in late) else None  # they may yet decide it
 
 
-def drift_of(views: Mapping[int, RankView]) -> Divergence | None:
+def _late(undecided: Finding, views: Mapping[int, RankView]) -> list[RankView]:
+    """Ranks of the group that have not come to the call on which the others part, without a majority."""
+    came = {rank for ranks in undecided.evidence["calls"].values() for rank in ranks}
+    return [views[rank] for rank in undecided.evidence["group"] if rank in views and rank not in came]
+
+
+def drift_of(views: Mapping[int, RankView], members: Collection[int]) -> Divergence | None:
     """The first call that ranks of a group issued in other steps, where corresponding groups tell who is at fault.
 
     For jobs that stand still only: equal calls that pair up across steps are how a missing one shows.
     """
     groups = {key: {rank: in_steps(view) for rank, view in seen.items()} for key, seen in group_views(views).items()}
-    found = [first_divergence(seen) for seen in groups.values()]
-    settled = [d if d.apart else settle(d, groups) for d in found if d is not None]
+    found = [first_divergence(seen, members) for seen in groups.values()]
+    settled = [d if d.apart else settle(d, groups, members) for d in found if d is not None]
     decided = [d for d in settled if d.apart]
     return min(decided, key=lambda d: (d.step, d.sequence), default=None)
 
@@ -64,11 +77,15 @@ def group_views(views: Mapping[int, RankView]) -> dict[int, dict[int, GroupView]
     return found
 
 
-def judge_calls(views: Mapping[int, RankView]) -> Finding | None:
-    """Collectives that do not match: the group with the earliest divergence by optimizer step."""
+def judge_calls(views: Mapping[int, RankView], members: Collection[int] = ()) -> Finding | None:
+    """Collectives that do not match: the group with the earliest divergence by optimizer step.
+
+    `members` are the ranks that are compared, those with views if not given.
+    """
+    members = members or views
     groups = group_views(views)
-    found = [first_divergence(seen) for seen in groups.values()]
-    divergences = [d if d.apart else settle(d, groups) for d in found if d is not None]
+    found = [first_divergence(seen, members) for seen in groups.values()]
+    divergences = [d if d.apart else settle(d, groups, members) for d in found if d is not None]
     if not divergences:
         return None
     first = min(divergences, key=lambda d: (not d.apart, d.step, d.sequence))
@@ -114,14 +131,14 @@ def _judge_stall(situation: Situation) -> Finding | None:
     waits = waits_of(views)
     holding = waits.roots()
     if holding:
-        return _judge_holding(holding, waits, views)
+        return _judge_holding(holding, waits, situation)
     own = [view for view in views.values() if view.stalled and _speaks(view)]
     if own and (len(own) * 2 < len(views) or len(views) == 1 or any(_proof(view) for view in own)):
         return _own_word(_strongest(own), views)
     if own and len(own) == len(views) and len({view.activity for view in own}) == 1:
         return _everybody(own, views)
     if waits.cycle:
-        drift = drift_of(views)
+        drift = drift_of(views, situation.members)
         return desync_finding(drift, views) if drift is not None else _cycle(waits, views)
     stalled = [view for view in views.values() if view.stalled]
     if len(stalled) * 2 <= len(views) and len(views) > 1:
@@ -129,8 +146,9 @@ def _judge_stall(situation: Situation) -> Finding | None:
     return _judge_positions(situation, stalled)
 
 
-def _judge_holding(holding: tuple[int, ...], waits: Waits, views: Mapping[int, RankView]) -> Finding | None:
+def _judge_holding(holding: tuple[int, ...], waits: Waits, situation: Situation) -> Finding | None:
     """Ranks that others wait for and that wait for nobody."""
+    views = situation.views
     late = [views[rank] for rank in holding]
     proven = [view for view in late if _proof(view) or view.status != "alive"]
     if not proven and not all(view.stalled for view in late):
@@ -146,7 +164,7 @@ def _judge_holding(holding: tuple[int, ...], waits: Waits, views: Mapping[int, R
         return _alone(waits, views)
     if all(view.activity in ("collective", "point_to_point") for view in late):
         return _hang_of_some(late, victims, views)
-    drift = drift_of(views) if len(holding) * 2 >= len(views) else None
+    drift = drift_of(views, situation.members) if len(holding) * 2 >= len(views) else None
     if drift is not None:
         return desync_finding(drift, views)
     if len(holding) * 2 >= len(views):

@@ -6,6 +6,7 @@ import mmap
 import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -42,23 +43,27 @@ from scout_core.oob.layout import (
     name_offset,
     text_offset,
 )
-from scout_core.oob.tally import Tally
+from scout_core.oob.tally import Members, Tally
+from scout_core.threads import TrainingThread
 
 _now = time.monotonic_ns
 _pack_progress = PROGRESS.pack_into
 _pack_call = CALL.pack_into
 _pack_issued = struct.Struct("<Q").pack_into
+_KEPT_COUNTS = 1024
 
 
 class Publisher:
     """Progress of one rank. Each method writes at once; none blocks, allocates shared memory or raises for full tables.
 
-    `tally` counts the collectives for the readiness contract.
+    `tally` counts the collectives for the readiness contract. Only what `training` says is training's may be written:
+    what goes on beside it is no progress of the rank. The thread that makes the publisher is that of training.
     """
 
     def __init__(self, memory: mmap.mmap, peers: Sequence[int] = ()) -> None:
         self._memory = memory
         self.tally = Tally(peers)
+        self.training = TrainingThread()
         self._number = 0
         self._step = 0
         self._micro = 0
@@ -71,8 +76,10 @@ class Publisher:
         self._sequence = 0
         self._since = 0
         self._usual = 0
+        self._failed = False
         self._stack: list[tuple[int, int, int, int, int, int]] = []
-        self._slots: dict[tuple[int, ...], int] = {}
+        self._slots: dict[Members, int] = {}
+        self._resting: OrderedDict[Members, int] = OrderedDict()
         self._issued: list[int] = [0] * GROUPS
         self._next_slot = 0
         self._texts: dict[int, int] = {}
@@ -115,8 +122,10 @@ class Publisher:
         self.publish()
 
     def boundary(self, step: int) -> None:
-        """Optimizer step number `step` is done."""
+        """Optimizer step number `step` is done, and a collective's error that training survived with it."""
         self._step = step
+        if self._failed:
+            self.farewell(Farewell.NONE)
         self._micro = self._stage = 0
         if self._phase == Phase.STARTUP:
             self._phase = int(Phase.TRAIN)
@@ -145,12 +154,10 @@ class Publisher:
             self._activity, self._slot, self._name, self._sequence, self._since, self._usual = self._stack.pop()
         self.publish()
 
-    def begin_call(self, members: tuple[int, ...], what: Described) -> tuple[int, int]:
-        """A collective is issued on the group with these global ranks: its slot and sequence number."""
+    def begin_call(self, members: Members, what: Described) -> tuple[Members, int]:
+        """A collective is issued on the group with these global ranks: they and its sequence number name the call."""
         with self._lock:
-            slot = self._slots.get(members)
-            if slot is None:
-                slot = self._take_slot(members)
+            slot = self._slot_of(members)
             sequence = self._issued[slot] + 1
             self._issued[slot] = sequence
             text = self._texts.get(what.fingerprint)
@@ -163,18 +170,22 @@ class Publisher:
             self._activity, self._slot, self._sequence = int(Activity.COLLECTIVE), slot, sequence
             self._since, self._usual, self._name = _now(), 0, -1
         self.publish()
-        return slot, sequence
+        return members, sequence
 
-    def end_call(self, slot: int, sequence: int, state: CallState) -> None:
+    def end_call(self, members: Members, sequence: int, state: CallState) -> None:
         """The call returned or raised."""
-        offset = call_offset(slot, sequence)
-        found = CALL.unpack_from(self._memory, offset)
-        if found[0] == sequence:
-            _pack_call(self._memory, offset, *found[:3], int(state), *found[4:])
+        slot = self._slots.get(members)
+        if slot is not None:
+            offset = call_offset(slot, sequence)
+            found = CALL.unpack_from(self._memory, offset)
+            if found[0] == sequence:
+                _pack_call(self._memory, offset, *found[:3], int(state), *found[4:])
         self.leave()
 
-    def wait_for(self, slot: int, sequence: int) -> None:
+    def wait_for(self, members: Members, sequence: int) -> None:
         """Wait for an asynchronous call; ends with `leave`."""
+        with self._lock:
+            slot = self._slot_of(members)  # others may have taken its own since
         self._push()
         self._activity, self._slot, self._sequence = int(Activity.COLLECTIVE), slot, sequence
         self._since, self._usual, self._name = _now(), 0, -1
@@ -192,6 +203,7 @@ class Publisher:
 
     def farewell(self, how: Farewell, text: str = "") -> None:
         """Say how this process leaves, or what its last collective raised."""
+        self._failed = how is Farewell.COLLECTIVE_FAILED
         data = text.encode(errors="replace")[-FAREWELL_BYTES:]
         self._memory[FAREWELL_OFFSET + FAREWELL.size : FAREWELL_OFFSET + FAREWELL.size + len(data)] = data
         FAREWELL.pack_into(self._memory, FAREWELL_OFFSET, int(how), len(data))
@@ -206,7 +218,7 @@ class Publisher:
         struct.pack_into("<i", self._memory, SIGNAL_OFFSET, number)
 
     def detach(self) -> None:
-        """Write nowhere from now on; for a child process that shares the mapping by fork."""
+        """Write nowhere from now on: in a child process that shares the mapping by fork, and after the segment."""
         self._memory = mmap.mmap(-1, len(self._memory))
 
     def _push(self) -> None:
@@ -219,14 +231,24 @@ class Publisher:
             self._memory, call_offset(slot, sequence), sequence, fingerprint, text, int(state), self._step, self._passes
         )
 
-    def _take_slot(self, members: tuple[int, ...]) -> int:
-        """A slot for a group seen for the first time; the oldest group's once all are taken, the first one's never."""
+    def _slot_of(self, members: Members) -> int:
+        slot = self._slots.get(members)
+        return slot if slot is not None else self._take_slot(members)
+
+    def _take_slot(self, members: Members) -> int:
+        """A slot for a group that has none; the oldest group's once all are taken, the first one's never.
+
+        A group counts on where it was when it lost its slot, as its other members do that are in fewer groups.
+        """
         slot = self._next_slot
         self._next_slot = slot + 1 if slot + 1 < GROUPS else 1
         for known in [m for m, s in self._slots.items() if s == slot]:
             del self._slots[known]
+            self._resting[known] = self._issued[slot]
+            if len(self._resting) > _KEPT_COUNTS:
+                self._resting.popitem(last=False)
         self._slots[members] = slot
-        self._issued[slot] = 0
+        issued = self._issued[slot] = self._resting.pop(members, 0)
         offset = group_offset(slot)
         self._memory[offset : offset + GROUP_HEADER.size + RING * CALL.size] = bytes(
             GROUP_HEADER.size + RING * CALL.size
@@ -238,7 +260,7 @@ class Publisher:
             self._memory,
             offset,
             group_key(members),
-            0,
+            issued,
             len(members),
             members[0],
             stride,

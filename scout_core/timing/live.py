@@ -210,6 +210,10 @@ class LiveWatch:
             handle.remove()
         self._handles.clear()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LiveWatch:
+        """A copy of the model has its hooks, which time the same steps."""
+        return self
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training:
             self._clock.count(_tokens((*args, *kwargs.values())))

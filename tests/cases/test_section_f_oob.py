@@ -77,6 +77,51 @@ def test_f01_f04_f05_f06_f14_f16_legal_oddities_raise_no_alarm(tmp_path: Path) -
     assert len(list(tmp_path.glob("done*"))) == 4 and reports(tmp_path) == []
 
 
+def compiles_too_long(run_dir: str) -> None:
+    job = TinyJob(run_dir, stall_compile_s=3 * STALL_S)
+    job.step()
+    if job.rank == 3:
+        with job.scout.phase("compile"):
+            say(run_dir, "compiling")
+            idle()
+    job.step()
+
+
+def test_f04_compilation_beyond_its_own_grace_is_a_stall_and_none_before(tmp_path: Path) -> None:
+    with running(compiles_too_long, tmp_path):
+        report = wait_reports(tmp_path, 1)[0]
+        took = time.time() - float(read(tmp_path / "compiling"))
+    assert (report["kind"], report["ranks"], report["phase"]) == ("process_stall", [3], "compile"), report["message"]
+    assert took >= 3 * STALL_S
+
+
+def evaluates(run_dir: str, compiled: bool) -> None:
+    """Accumulation in all, and each batch of the evaluation, takes longer than training may be quiet."""
+    job = TinyJob(run_dir, wrap=(lambda model: torch.compile(model, backend="eager")) if compiled else None)
+    job.step()
+    for _ in range(4):
+        job.compute()
+        time.sleep(0.6 * STALL_S)
+    reduce_and_update(job)
+    job.model.eval()
+    with torch.no_grad():
+        for _ in range(1 if job.rank == 3 else 2):
+            job.model(torch.ones(1, WIDTH))
+            time.sleep(1.5 * STALL_S)
+    dist.barrier()
+    job.model.train()
+    job.step()
+    say(run_dir, f"done{job.rank}")
+    job.scout.close()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_f05_an_evaluation_longer_than_the_threshold_of_training_is_no_alarm(tmp_path: Path, compiled: bool) -> None:
+    with running(evaluates, tmp_path, compiled) as ranks:
+        ranks.wait(150)
+    assert len(list(tmp_path.glob("done*"))) == 4 and reports(tmp_path) == []
+
+
 def stalls_twice(run_dir: str) -> None:
     job = TinyJob(run_dir)
     for step in range(7):

@@ -94,6 +94,17 @@ def test_what_is_published_is_read(channel: Channel) -> None:
     assert read_progress(channel.memory).activity is Activity.NONE
 
 
+def test_a_collectives_error_that_training_survived_is_no_farewell(channel: Channel) -> None:
+    p = Publisher(channel.memory, (0, 1))
+    p.farewell(Farewell.COLLECTIVE_FAILED, "all_reduce: timed out")
+    assert read_farewell(channel.memory) == (Farewell.COLLECTIVE_FAILED, "all_reduce: timed out")
+    p.boundary(11)
+    assert read_farewell(channel.memory) == (Farewell.NONE, "")
+    p.farewell(Farewell.EXCEPTION, "why")
+    p.boundary(12)
+    assert read_farewell(channel.memory) == (Farewell.EXCEPTION, "why")
+
+
 def test_rings_keep_the_newest_calls_of_each_group(channel: Channel) -> None:
     p = Publisher(channel.memory, (0, 1))
     for i in range(RING + 10):
@@ -113,6 +124,24 @@ def test_more_groups_than_slots_and_more_texts_than_room_stay_bounded(channel: C
     for i in range(2000):
         p.end_call(*p.begin_call((0, 1), describe("all_reduce", (i,), "a.py")), CallState.RETURNED)
     assert len(read_groups(channel.memory)) == GROUPS and len(channel.memory) == SIZE
+
+
+def test_a_group_counts_on_when_others_took_its_slot(channel: Channel) -> None:
+    """Its other members may be in fewer groups: their numbers are not to part, and a wait is to show its own group."""
+    p = Publisher(channel.memory, (0, 1))
+    groups = [(0, other) for other in range(1, GROUPS + 3)]
+    what = describe("barrier", (), "a.py")
+    for _ in range(3):
+        started = [p.begin_call(members, what) for members in groups]
+        for call in started:
+            p.end_call(*call, CallState.RETURNED)
+    seen = read_groups(channel.memory)
+    assert [(group.issued, group.calls[-1].sequence) for group in seen.values()] == [(3, 3)] * GROUPS
+    assert [group.calls[-1].state for group in seen.values()] == ["returned"] * GROUPS
+    lost = next(call for call in started if call[0] not in {group.members for group in seen.values()})
+    p.wait_for(*lost)
+    now = read_progress(channel.memory)
+    assert (read_groups(channel.memory)[now.slot].members, now.sequence) == lost
 
 
 def test_a_reader_never_sees_half_a_record(channel: Channel) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from scout_core.oob.digest import explain
 from scout_core.oob.fingerprints import describe, group_key
@@ -77,26 +75,3 @@ def test_groups_beyond_what_is_kept_are_not_compared() -> None:
     one.reset()
     one.add((0, 1000), describe("a", (), "a.py:1"), 0)
     assert set(one.calls().groups) == {(0, 1000)}, "those that rest make room"
-
-
-def test_threads_beside_training_do_not_count_and_those_of_autograd_do() -> None:
-    """A checkpoint's writer issues its collectives at any time; backward on a device runs in a thread of C++."""
-    one = tally("a")
-    before = one.digest
-    writer = threading.Thread(target=lambda: one.add(WORLD, describe("b", (), "b.py:1"), 0))
-    writer.start()
-    writer.join()
-    assert one.digest == before
-
-    class Reduced(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            one.add(WORLD, describe("c", (), "c.py:1"), 0)
-            return grad
-
-    Reduced.apply(torch.ones(1, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
-    assert one.digest != before

@@ -54,6 +54,14 @@ def test_a_pair_that_differs_is_decided_by_the_pair_beside_it() -> None:
     assert verdict(*views) == ("collective_desync", (1,))
 
 
+def test_half_of_two_pairs_is_no_majority() -> None:
+    """Rank 3 has yet to come to the call on which ranks 0 and 1 part: rank 2 makes it two against one, of four."""
+    fine, dp = ("ab", "01"), ("g", "0")
+    views = [rank(0, fine, dp, "tp"), rank(1, ("ac", "01"), dp, "tp"), rank(2, fine, dp, "tp")]
+    assert verdict(*views, rank(3, ("a", "0"), dp, threshold_s=60.0)) == ("collective_desync", ())
+    assert verdict(*views, rank(3, fine, dp, "tp")) == ("collective_desync", (1,))
+
+
 def test_a_pair_beside_it_that_runs_another_program_decides_nothing() -> None:
     views = [rank(0, ("aba", "001"), ("g", "0"), "tp"), rank(1, ("abb", "001"), ("g", "0"), "tp")]
     views += [rank(r, ("xya", "001"), ("g", "0"), "tp") for r in (2, 3)]

@@ -64,6 +64,29 @@ def test_two_against_two_names_nobody() -> None:
     assert verdict(*[waiting(r, "aab" if r < 2 else "aac") for r in WORLD]) == ("collective_desync", ())
 
 
+@pytest.mark.parametrize(
+    ("fourth", "expected"),
+    [
+        ({"phase": "compile", "threshold_s": 60.0}, None),  # it may yet decide it
+        ({"process": ProcessView(state="T")}, ("process_stall", (3,))),
+        (None, ("collective_desync", ())),  # no answer
+    ],
+)
+def test_two_against_one_of_four_is_no_majority(
+    fourth: dict[str, object] | None, expected: tuple[str, tuple[int, ...]] | None
+) -> None:
+    late = [] if fourth is None else [elsewhere(3, "aa", **fourth)]
+    assert verdict(waiting(0, "aab"), waiting(1, "aac"), waiting(2, "aab"), *late) == expected
+
+
+def test_the_step_is_the_first_in_which_ranks_parted() -> None:
+    """Each letter is a step. What the odd rank issued in the place of the call that it left out is of a later one."""
+    own = group("abd")
+    left_out = replace(own, calls=(*own.calls[:2], replace(own.calls[2], step=3)))
+    finding = judge([*others("abcde", but=1), waiting(1, "", groups=(left_out,))], WORLD)
+    assert finding is not None and (finding.ranks, finding.step) == ((1,), 2)
+
+
 def test_all_inside_the_same_call_blames_no_rank() -> None:
     assert verdict(*[waiting(r, "abc") for r in WORLD]) == ("collective_hang", ())
 
@@ -111,6 +134,12 @@ def test_victims_of_a_killed_rank_are_not_named() -> None:
     dead = [replace(v, **lost, process=ProcessView(state="Z", exit_code=1)) for v in others("abc", but=2)]
     killed = elsewhere(2, "ab", status="exited", process=ProcessView(state="Z", exit_code=-9))
     assert verdict(*dead, killed) == ("process_exit", (2,))
+
+
+def test_a_rank_that_handles_a_collectives_error_is_killed_first_hand() -> None:
+    failed = {"farewell": "collective_failed", "farewell_text": "Connection closed by peer", "status": "exited"}
+    killed = elsewhere(2, "abc", **failed, process=ProcessView(state="Z", exit_code=-9))
+    assert verdict(*others("abc", but=2), killed) == ("process_exit", (2,))
 
 
 def test_an_exit_of_all_at_the_end_is_no_fault() -> None:

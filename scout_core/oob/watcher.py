@@ -33,6 +33,8 @@ _ANSWER_S = 1.0
 _ASK_AGAIN_S = 0.4
 _GRACE_S = 0.9
 _TURN_S = 0.3
+_ASKED_S = 0.25
+_FRESH_S = 1.0
 
 
 class Watcher:
@@ -58,6 +60,8 @@ class Watcher:
         self._answers: dict[int, RankView] = {}
         self._round = 0
         self._exception: str | None = None
+        self._exception_asked = False
+        self._exception_by = self._exception_until = 0.0
         self._bytes_watching: int | None = None  # known at the end: sent while watching, farewells left out
         self._reporter = Reporter(seat, channel, line, self._process, self._status)
         self._status("watching")
@@ -168,7 +172,7 @@ class Watcher:
 
     def _refresh(self, fresh: Progress) -> Progress:
         if fresh.number != self._progress.number:
-            self._looks = 0
+            self._looks, self._exception_until = 0, 0.0
             broken = read_farewell(self._channel.memory)[0] in (Farewell.COLLECTIVE_FAILED, Farewell.EXCEPTION)
             self._reporter.progressed(failing=broken or fresh.phase is Phase.TEARDOWN)
         return fresh
@@ -179,10 +183,19 @@ class Watcher:
         return code if state in ("Z", "X") else exit_code_of(self._parent)
 
     def _ask_exception(self) -> str:
-        """The exception that the training thread handles, from a thread of that process; empty if it cannot answer."""
-        self._exception = None
-        self._line.say({"ask": "exception"})
-        self._pump(time.monotonic() + 0.25, lambda: self._exception is not None)
+        """The exception that the training thread handles, from a thread of that process; empty if it cannot answer.
+
+        All peers probe at once, so one wait serves the probes of about a second, and one question those that come
+        before its answer: a process whose interpreter lock is held would make each of them wait in turn.
+        """
+        now = time.monotonic()
+        if now >= self._exception_until:
+            self._exception = None
+            self._exception_by, self._exception_until = now + _ASKED_S, now + _FRESH_S
+            if not self._exception_asked:
+                self._exception_asked = True
+                self._line.say({"ask": "exception"})
+        self._pump(self._exception_by, lambda: self._exception is not None)
         return self._exception or ""
 
     # -- talking --------------------------------------------------------------------------------------------------
@@ -198,7 +211,7 @@ class Watcher:
 
     def _hear(self, line: dict[str, Any]) -> None:
         if "exception" in line:
-            self._exception = line["exception"]
+            self._exception, self._exception_asked = line["exception"], False
         if line.get("bye"):
             self._bye = True
         self._reporter.hear(line)

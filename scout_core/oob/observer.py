@@ -92,8 +92,10 @@ class Link:
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """The next line. Raises `TimeoutError`."""
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            select.select([self.descriptor], [], [], left)
+            poll.poll(left * 1000)
             found = self.hear()
             if found:
                 return found[0]

@@ -1,0 +1,45 @@
+"""The training process's end of its observer, as a script that attaches sees it."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+_ATTACH = """
+import os, sys
+import torch, scout_core
+from torch import nn
+
+def attach(**options):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"check_interval": 0, "oob_failure": "warn", "oob_ready_timeout_s": 30} | options
+    return scout_core.attach(model, optimizer, **options), optimizer
+"""
+
+
+def script(body: str) -> str:
+    """What a process prints that can `attach()`."""
+    command = [sys.executable, "-c", _ATTACH + body]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+_MANY_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+scout, _ = attach()
+print(scout.observer_pid is not None, scout._oob._supervisor._thread.is_alive())
+scout.close()
+"""
+
+
+def test_a_job_with_many_open_files_is_watched() -> None:
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
+        pytest.skip("this host allows fewer open files")
+    assert script(_MANY_FILES) == "True True"

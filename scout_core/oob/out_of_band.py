@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
 import shutil
 import socket
@@ -11,7 +13,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,13 +24,13 @@ from torch.distributed import distributed_c10d as c10d
 from scout_core.config import OobConfig, ScoutConfig
 from scout_core.consensus.readiness import Reason
 from scout_core.consensus.standing import GROUP_WORDS
-from scout_core.oob.channel import Channel, Scope, start_ticks, sweep
+from scout_core.oob.channel import Channel, ChannelBusy, Scope, start_ticks, sweep
 from scout_core.oob.collectives import CollectiveWatch
 from scout_core.oob.digest import exchange, explain
 from scout_core.oob.findings import Finding
 from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, WatchedLoader
-from scout_core.oob.layout import Farewell, Phase
-from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, this_run
+from scout_core.oob.layout import SIZE, Farewell, Phase
+from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, muster, this_run
 from scout_core.oob.seat import Seat
 from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
 from scout_core.oob.tally import TalliedCalls
@@ -87,6 +89,7 @@ class OutOfBand:
         self._publisher: Publisher | None = None
         self._supervisor: Supervisor | None = None
         self._undo: list[Callable[[], None]] = []
+        self._channel: Channel | None = None
         if not config.oob.oob_enabled:
             return
         sweep()
@@ -94,12 +97,12 @@ class OutOfBand:
         scope = Scope(
             run=run.run, attempt=run.attempt, pid=os.getpid(), peers=peers.ranks, rank=peers.rank, ordinal=_attached
         )
-        self._channel = Channel.create(scope, world=peers.size)
-        self._undo.append(lambda: self._channel.close(unlink=True))
-        self._publisher = publisher = Publisher(self._channel.memory, peers.ranks)
+        problem = self._prepare(scope)
+        # without a segment the calls are counted all the same: the digests of a check are to be those of its peers
+        memory = self._channel.memory if self._channel is not None else mmap.mmap(-1, SIZE)
+        self._publisher = publisher = Publisher(memory, peers.ranks)
         _live.add(publisher)
-        self._folder = self._state_folder()
-        self._start_observer(config, run, on_report)
+        self._start_observer(config, run, on_report, problem)
         self._undo.append(CollectiveWatch(publisher, clock).close)
         if not compiled:
             self._undo.append(ModelWatch(publisher, root, layers).close)
@@ -208,6 +211,18 @@ class OutOfBand:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
+    def _prepare(self, scope: Scope) -> str:
+        """Make what the observer reads and writes; what stands in the way, which costs the rank its observer alone."""
+        try:
+            self._channel = channel = Channel.create(scope, world=self._peers.size)
+            self._undo.append(lambda: channel.close(unlink=True))
+            self._folder = self._state_folder()
+            self._stacks = self._folder / f"stacks-{self._peers.rank}-{os.getpid()}"
+            self._undo.append(register_stacks(self._stacks).close)
+        except (OSError, ChannelBusy) as error:
+            return str(error) or repr(error)
+        return ""
+
     def _state_folder(self) -> Path:
         if self._config.hang_state_dir is not None:
             self._config.hang_state_dir.mkdir(parents=True, exist_ok=True)
@@ -216,19 +231,45 @@ class OutOfBand:
         self._undo.append(lambda: shutil.rmtree(folder, ignore_errors=True))
         return folder
 
-    def _start_observer(self, config: ScoutConfig, run: Run, on_report: Callable[[dict[str, Any], bool], None]) -> None:
-        peers = self._peers
-        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        meeting = meeting_of(config.oob, run, self._watched, _attached, torchrun)
-        leads = peers.rank == self._watched[0] and meeting.file is None and len(self._watched) > 1
-        stacks = self._folder / f"stacks-{peers.rank}-{os.getpid()}"
-        file = register_stacks(stacks)
-        self._undo.append(file.close)
-        assert self._publisher is not None
-        self._publisher.stacks_signal(STACKS_SIGNAL)
-        seat = Seat(
-            rank=peers.rank,
+    def _start_observer(
+        self, config: ScoutConfig, run: Run, on_report: Callable[[dict[str, Any], bool], None], problem: str
+    ) -> None:
+        """Start it and wait until it watches. A rank with a `problem` only tells the others not to wait for it."""
+        rank, watched, timeout = self._peers.rank, self._watched, config.oob.oob_ready_timeout_s
+        store: Any = None
+        absent: tuple[int, ...] = ()
+        nonce, leads = "", False
+        try:
+            if len(watched) > 1:
+                store = c10d.PrefixStore(f"scout-oob/{run.attempt}/{watched[0]}/{_attached}", c10d._get_default_store())
+                absent, nonce = muster(store, rank, watched, problem, timeout)
+            if problem:
+                raise ObserverLost(problem)
+            present = tuple(each for each in watched if each not in absent)
+            meeting = meeting_of(config.oob, run, present, _attached, "TORCHELASTIC_RUN_ID" in os.environ, nonce)
+            if meeting.file is not None and rank == present[0]:
+                self._undo.append(functools.partial(meeting.file.absolute().unlink, missing_ok=True))
+            meets = meeting.file is None and len(present) > 1
+            leads = meets and rank == present[0]
+            assert self._publisher is not None
+            self._publisher.stacks_signal(STACKS_SIGNAL)
+            seat = self._seat(config, run, absent, meeting, leads)
+            self._supervisor = Supervisor(seat, on_report, self._observer_lost)
+            if meets:
+                self._agree(store, meeting, leads)
+            self._supervisor.hear("ready", timeout)
+        except (ObserverLost, OSError, RuntimeError) as error:
+            if leads:
+                with suppress(RuntimeError):  # the store may be what is lost
+                    store.set("where", f"||{error}")  # so that nobody waits for it
+            self._observer_lost(str(error))
+
+    def _seat(self, config: ScoutConfig, run: Run, absent: tuple[int, ...], meeting: Meeting, leads: bool) -> Seat:
+        assert self._channel is not None
+        return Seat(
+            rank=self._peers.rank,
             peers=self._watched,
+            absent=absent,
             role=self._role,
             pid=os.getpid(),
             thread=threading.get_native_id(),
@@ -241,28 +282,16 @@ class OutOfBand:
             file=meeting.file.absolute() if meeting.file is not None else None,
             run_dir=config.run_dir.absolute() if config.run_dir is not None else None,
             state_dir=self._folder.absolute(),
-            stacks=stacks.absolute(),
+            stacks=self._stacks.absolute(),
             config=config.oob,
         )
-        try:
-            self._supervisor = Supervisor(seat, on_report, self._observer_lost)
-            if len(self._watched) > 1 and meeting.file is None:
-                self._agree(meeting, run, leads)
-            self._supervisor.hear("ready", config.oob.oob_ready_timeout_s)
-        except (ObserverLost, OSError, RuntimeError) as error:
-            self._observer_lost(str(error))
 
-    def _agree(self, meeting: Meeting, run: Run, leads: bool) -> None:
+    def _agree(self, store: Any, meeting: Meeting, leads: bool) -> None:
         """The first rank says through the job's store where its observer listens; every rank logs a move."""
         assert self._supervisor is not None
-        store = c10d.PrefixStore(f"scout-oob/{run.attempt}/{self._watched[0]}/{_attached}", c10d._get_default_store())
         timeout = self._config.oob_ready_timeout_s
         if leads:
-            try:
-                told = self._supervisor.hear("listening", timeout)
-            except ObserverLost as error:
-                store.set("where", f"||{error}")  # so that nobody waits for it
-                raise
+            told = self._supervisor.hear("listening", timeout)
             address = meeting.address
             if address == LOCAL and not _one_host():
                 address = socket.gethostname()
@@ -270,7 +299,7 @@ class OutOfBand:
         store.wait(["where"], timedelta(seconds=timeout))
         address, port, note = store.get("where").decode().split("|", 2)
         if not port:
-            raise ObserverLost(f"the observer of rank {self._watched[0]}, where all meet, is lost: {note}")
+            raise ObserverLost(f"the observer where all meet is lost: {note}")
         if note:
             logger.warning("SCOUT: out-of-band rendezvous: %s", note)
         if not leads:

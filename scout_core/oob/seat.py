@@ -10,8 +10,9 @@ from scout_core.config import OobConfig
 
 
 class Seat(BaseModel):
-    """One observer's place. `thread` is the kernel's id of the training thread, `peers` are the ranks
-    whose observers confer, `role` is equal for those of them that hold the same layers.
+    """One observer's place. `thread` is the kernel's id of the training thread, `peers` are the ranks that are watched
+    together, `absent` those of them without an observer from the start, `role` is equal for those that hold the same
+    layers.
 
     `port` is set for the first rank under TCP rendezvous, `file` under file rendezvous.
     """
@@ -20,6 +21,7 @@ class Seat(BaseModel):
 
     rank: int
     peers: tuple[int, ...]
+    absent: tuple[int, ...] = ()
     role: int = 0
     pid: int
     thread: int
@@ -34,3 +36,8 @@ class Seat(BaseModel):
     state_dir: Path
     stacks: Path
     config: OobConfig
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks whose observers confer."""
+        return tuple(rank for rank in self.peers if rank not in self.absent)

@@ -48,7 +48,7 @@ class Watcher:
         self._host = host
         self._process = ProcessWatch(seat.pid)
         self._parent = parent
-        self._line = line = Line(seat.rank, seat.peers, mesh, link, parent, wake)
+        self._line = line = Line(seat.rank, seat.present, mesh, link, parent, wake)
         line.hear, line.answer, line.died, line.hung_up = self._hear, self._answer, self._died, self._hung_up
         self._ended = ProcessView()
         self._bye = False
@@ -241,7 +241,7 @@ class Watcher:
     def _gather(self, timeout_s: float) -> dict[int, RankView]:
         self._round += 1
         self._answers = {}
-        expected = set(self._seat.peers) - {self._seat.rank} - set(self._gone)
+        expected = set(self._seat.present) - {self._seat.rank} - set(self._gone)
         for rank in sorted(expected):
             if not self._line.send(rank, {"type": "probe", "round": self._round}):
                 expected.discard(rank)

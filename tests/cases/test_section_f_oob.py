@@ -316,9 +316,9 @@ def test_f17_updates_skipped_by_every_rank_raise_no_alarm(tmp_path: Path) -> Non
     assert reports(tmp_path) == []
 
 
-def attempt(run_dir: str, number: int, state_dir: str | None) -> None:
+def attempt(run_dir: str, number: int, restarts: int, state_dir: str | None) -> None:
     """One attempt of a run under torchrun, with what its predecessor left in the store where they share one."""
-    os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "f21", str(number)
+    os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "f21", str(restarts)
     dist.PrefixStore("scout-oob/0/0/1", c10d._get_default_store()).set("where", "127.0.0.1|1|of the dead")
     job = TinyJob(run_dir, hang_state_dir=state_dir)
     for _ in range(3):
@@ -329,17 +329,20 @@ def attempt(run_dir: str, number: int, state_dir: str | None) -> None:
     job.scout.close()
 
 
-@pytest.mark.parametrize("how", ["store", "file"])
+@pytest.mark.parametrize("how", ["store", "file", "file of the same name"])
 def test_f21_a_restart_meets_nothing_of_the_attempt_before(tmp_path: Path, how: str) -> None:
-    state = str(tmp_path / "state") if how == "file" else None
-    if how == "file":
-        with running(attempt, tmp_path, 0, state):
+    """Jobs of torchrun's default run id, or of mpirun, name their files alike."""
+    state = str(tmp_path / "state") if how != "store" else None
+    if state is not None:
+        with running(attempt, tmp_path, 0, 0, state):
             wait_until(lambda: len(list(tmp_path.glob("watched0-?-True"))) == 4)
     second = tmp_path / "second"  # what the observers of the killed attempt still report is theirs
     second.mkdir()
-    with running(attempt, second, 1, state) as ranks:
+    left = set(tmp_path.glob("state/rendezvous*"))
+    with running(attempt, second, 1, 0 if "same" in how else 1, state) as ranks:
         ranks.wait(150)
     assert len(list(second.glob("watched1-?-True"))) == 4
+    assert len(left) == (state is not None) and set(tmp_path.glob("state/rendezvous*")) == left, "it removes its own"
     assert reports(second) == []
 
 

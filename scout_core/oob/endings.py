@@ -55,7 +55,8 @@ def _died_by_itself(view: RankView) -> bool:
     code = view.process.exit_code
     if _is_victim(view) or code in _ASKED or "KeyboardInterrupt" in view.farewell_text:
         return False
-    return bool(code) or (code is None and view.farewell != "closed") or view.farewell == "exception"
+    unknown = code is None and view.farewell not in ("closed", "finished")
+    return bool(code) or unknown or view.farewell == "exception"
 
 
 def _exit(primary: list[RankView], views: Mapping[int, RankView]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import mmap
 import os
@@ -30,6 +31,7 @@ from scout_core.oob.digest import exchange, explain
 from scout_core.oob.findings import Finding
 from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, WatchedLoader
 from scout_core.oob.layout import SIZE, Farewell, Phase
+from scout_core.oob.reader import read_farewell
 from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, muster, this_run
 from scout_core.oob.seat import Seat
 from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
@@ -111,6 +113,7 @@ class OutOfBand:
         self._compiler.look()
         self._undo.append(self._compiler.close)
         self._undo.append(_watch_exceptions(publisher))
+        self._undo.append(_watch_exit(publisher, memory))
 
     @property
     def enabled(self) -> bool:
@@ -333,3 +336,14 @@ def _watch_exceptions(publisher: Publisher) -> Callable[[], None]:
             sys.excepthook = before
 
     return undo
+
+
+def _watch_exit(publisher: Publisher, memory: mmap.mmap) -> Callable[[], None]:
+    """Note that the interpreter ends in good order: on older kernels nobody tells the exit code of who was reaped."""
+
+    def note() -> None:
+        if read_farewell(memory)[0] is Farewell.NONE:  # an exception says more
+            publisher.farewell(Farewell.FINISHED)
+
+    atexit.register(note)
+    return functools.partial(atexit.unregister, note)

@@ -43,3 +43,24 @@ def test_a_job_with_many_open_files_is_watched() -> None:
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048:
         pytest.skip("this host allows fewer open files")
     assert script(_MANY_FILES) == "True True"
+
+
+_ENDING = """
+import atexit
+from scout_core.oob.reader import read_farewell
+atexit.register(lambda: print(read_farewell(scout._oob._channel.memory)[0].name))  # after what attach() registers
+scout, optimizer = attach()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("", "FINISHED"),
+        ("sys.excepthook(ValueError, ValueError('x'), None)", "EXCEPTION"),
+        ("os.fork() or sys.exit(0); os.wait(); print(read_farewell(scout._oob._channel.memory)[0].name)", "NONE"),
+    ],
+    ids=["clean", "exception", "of a child"],
+)
+def test_a_process_says_that_it_ends_in_good_order(end: str, said: str) -> None:
+    assert script(_ENDING + end).splitlines()[-2:][0] == said

@@ -66,7 +66,7 @@ class Reporter:
         elif kind == "flight":
             self._flights.add(sender)
         elif kind == "claim":
-            self._incidents.claim(message["kind"], message["ranks"])
+            self._incidents.claim(message["kind"], message["ranks"], time.monotonic())
         elif kind == "report":
             self._note(message["report"])
         elif kind == "over":
@@ -98,7 +98,7 @@ class Reporter:
 
     def report(self, finding: Finding, views: Mapping[int, RankView], turn_s: float) -> None:
         """Report once for all observers: the first in order does, the next ones take over if it does not."""
-        if self._incidents.keep_back(finding.kind, finding.ranks):
+        if self._incidents.keep_back(finding.kind, finding.ranks, time.monotonic()):
             return
         order = sorted(
             (r for r in views if views[r].status != "closed"),

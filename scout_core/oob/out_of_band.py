@@ -6,10 +6,8 @@ import atexit
 import functools
 import mmap
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import traceback
 import weakref
@@ -33,6 +31,7 @@ from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, Wat
 from scout_core.oob.layout import SIZE, Farewell, Phase
 from scout_core.oob.reader import read_farewell
 from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, muster, this_run
+from scout_core.oob.scratch import make_scratch, sweep_scratch
 from scout_core.oob.seat import Seat
 from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
 from scout_core.oob.tally import TalliedCalls
@@ -95,6 +94,7 @@ class OutOfBand:
         if not config.oob.oob_enabled:
             return
         sweep()
+        sweep_scratch()
         run = this_run()
         scope = Scope(
             run=run.run, attempt=run.attempt, pid=os.getpid(), peers=peers.ranks, rank=peers.rank, ordinal=_attached
@@ -230,8 +230,8 @@ class OutOfBand:
         if self._config.hang_state_dir is not None:
             self._config.hang_state_dir.mkdir(parents=True, exist_ok=True)
             return self._config.hang_state_dir
-        folder = Path(tempfile.mkdtemp(prefix="scout-oob-"))
-        self._undo.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+        folder, remove = make_scratch()
+        self._undo.append(remove)
         return folder
 
     def _start_observer(

@@ -63,8 +63,9 @@ class RankView:
 
     `quiet_s` is how long nothing was published, `threshold_s` how long that is fine in this phase and activity.
     `status` is `alive`, `exited` or `closed` (took SCOUT off itself). `farewell` is `none`, `closed`, `exception`,
-    `collective_failed` or `finished` (the interpreter ends in good order), with `farewell_text`. `exception` is one being handled right now, if the process could say.
-    `sends` and `receives` are the ranks with which it is in a point-to-point operation. `role`: ranks of equal role go
+    `collective_failed` or `finished` (the interpreter ends in good order), with `farewell_text`. `exception` is one
+    being handled right now, if the process could say. `sends` and `receives` are the ranks with which it is in a
+    point-to-point operation. `role`: ranks of equal role go
     through the same layers, so that their positions can be compared.
     """
 

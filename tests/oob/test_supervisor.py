@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +23,11 @@ def attach(**options):
 """
 
 
-def script(body: str) -> str:
-    """What a process prints that can `attach()`."""
+def script(body: str, code: int = 0, **environment: str) -> str:
+    """What a process prints that can `attach()`, and that ends with this code."""
     command = [sys.executable, "-c", _ATTACH + body]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    assert run.returncode == code, run.stderr
     return run.stdout.strip()
 
 
@@ -64,3 +66,17 @@ scout, optimizer = attach()
 )
 def test_a_process_says_that_it_ends_in_good_order(end: str, said: str) -> None:
     assert script(_ENDING + end).splitlines()[-2:][0] == said
+
+
+_KILLED = """
+scout, _ = attach()
+for pid in scout.observer_pid, os.getpid():
+    os.kill(pid, 9)
+"""
+
+
+def test_the_next_start_removes_the_folder_that_a_killed_job_left(tmp_path: Path) -> None:
+    script(_KILLED, code=-9, TMPDIR=str(tmp_path))
+    assert len(list(tmp_path.glob("scout-oob-*"))) == 1
+    script("attach()[0].close()", TMPDIR=str(tmp_path))
+    assert list(tmp_path.glob("scout-oob-*")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging.handlers
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from scout_core.oob.instrument import Checkpoints, WatchedLoader
 from scout_core.oob.layout import CallState
 from scout_core.oob.reader import read_progress
 from scout_core.oob.writer import Publisher
+from scout_core.replay.guard import logger
 from tests.oob.jobs import STALL_S, WIDTH, TinyJob, idle, records, reports, running, say, wait_reports, wait_until
 from tests.oob.launches import segments_of
 
@@ -127,6 +129,22 @@ def test_f12_a_killed_observer_is_reported_and_no_hang(tmp_path: Path) -> None:
     assert len(reports(tmp_path)) == 1
 
 
+def test_f12_a_stopped_observer_is_reported_and_its_peers_judge_without_it(tmp_path: Path) -> None:
+    with running(long_job, tmp_path, "warn") as ranks:
+        observers = [psutil.Process(observer_of(tmp_path, rank)) for rank in range(4)]
+        observers[1].suspend()
+        lost = wait_reports(tmp_path, 1)[0]
+        assert (lost["kind"], lost["ranks"], lost["evidence"]["unmonitored_rank"]) == ("oob_daemon_failure", [], 1)
+        assert "stopped" in lost["message"]
+        before = psutil.Process(ranks.pids[0]).cpu_times().user
+        wait_until(lambda: psutil.Process(ranks.pids[0]).cpu_times().user > before, 20)
+        assert len(reports(tmp_path)) == 1, "training goes on, and nobody calls that a hang"
+        os.kill(ranks.pids[2], signal.SIGSTOP)
+        stalled = wait_reports(tmp_path, 2)[1]
+        assert (stalled["kind"], stalled["ranks"]) == ("process_stall", [2]), stalled["message"]
+    wait_until(lambda: all(map(ended, observers)), 20)
+
+
 def test_a_lost_observer_ends_the_job_when_that_is_the_policy(tmp_path: Path) -> None:
     with running(long_job, tmp_path, "raise") as ranks:
         os.kill(observer_of(tmp_path, 1), signal.SIGKILL)
@@ -168,8 +186,12 @@ def test_observers_send_nothing_while_training_progresses(tmp_path: Path) -> Non
 
 
 def with_port(run_dir: str, port: int) -> None:
+    heard = logging.handlers.BufferingHandler(1000)
+    logger.addHandler(heard)
     job = TinyJob(run_dir, hang_master_port=port)
     job.step()
+    told = [record.getMessage() for record in heard.buffer if "rendezvous" in record.getMessage()]
+    say(run_dir, f"told{job.rank}", "\n".join(told) or "nothing")
     say(run_dir, f"watched{job.rank}-{job.scout.observer_pid is not None}")
     job.scout.close()
 
@@ -178,8 +200,11 @@ def test_f10_a_port_in_use_is_left_for_another(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with running(with_port, tmp_path, taken.getsockname()[1]) as ranks:
+        port = taken.getsockname()[1]
+        with running(with_port, tmp_path, port) as ranks:
             ranks.wait(150)
+    reasons = {(tmp_path / f"told{rank}").read_text() for rank in range(4)}
+    assert len(reasons) == 1 and f"port {port} cannot be used" in reasons.pop(), "every rank says why, alike"
     assert len(list(tmp_path.glob("watched?-True"))) == 4 and reports(tmp_path) == []
 
 

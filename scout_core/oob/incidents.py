@@ -14,6 +14,10 @@ CLAIM_S = 10.0
 """How long a claim without a report is believed; collecting the evidence takes about two seconds at most."""
 
 
+LAUNCHER = "environment_changed"
+"""A launcher has ended: told once of each rank that goes on without it. No incident of training, nor a part of one."""
+
+
 class Incidents:
     """The open incident of one observer and the findings that were already told. One per observer."""
 
@@ -22,6 +26,7 @@ class Incidents:
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._claimed: dict[tuple[str, tuple[int, ...]], float] = {}
         self._claims = 0
+        self.launcher_told = False
         self._moved = False
         self._over = False
         self.open: Mapping[str, Any] | None = None
@@ -37,6 +42,8 @@ class Incidents:
         """
         finding = kind, tuple(ranks)
         claimed = now_s < self._claimed.get(finding, now_s)
+        if kind == LAUNCHER:
+            return claimed or self.launcher_told
         return claimed or finding in self._told or (self.open is not None and kind != "process_exit")
 
     def claim(self, kind: str, ranks: Sequence[int], now_s: float) -> None:
@@ -47,6 +54,9 @@ class Incidents:
     def note(self, record: Mapping[str, Any]) -> None:
         """Some observer has reported this: an incident is open here too, the first cause if one is open already."""
         self._claims += 1
+        if record["kind"] == LAUNCHER:
+            self.launcher_told = self.launcher_told or str(self._rank) in record["evidence"].get("orphans", {})
+            return
         self._told.add((record["kind"], tuple(record["ranks"])))
         if self.open is None:
             self.open, self._moved, self._over = record, False, False

@@ -277,6 +277,7 @@ class OutOfBand:
             pid=os.getpid(),
             thread=threading.get_native_id(),
             start_ticks=start_ticks(os.getpid()) or 0,
+            launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0,
             channel=self._channel.name,
             token=self._channel.token.hex(),
             run=run.run,

@@ -14,7 +14,8 @@ class Seat(BaseModel):
     together, `absent` those of them without an observer from the start, `role` is equal for those that hold the same
     layers.
 
-    `port` is set for the first rank under TCP rendezvous, `file` under file rendezvous.
+    `launcher` is the process that started this one and is to outlive it; 0 where none is known. `port` is set for the
+    first rank under TCP rendezvous, `file` under file rendezvous.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,6 +27,7 @@ class Seat(BaseModel):
     pid: int
     thread: int
     start_ticks: int
+    launcher: int = 0
     channel: str
     token: str
     run: str

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from scout_core.oob.channel import Channel
+from scout_core.oob.endings import judge_launchers
 from scout_core.oob.layout import Activity, Farewell, Phase
 from scout_core.oob.line import Line
 from scout_core.oob.mesh import Mesh
 from scout_core.oob.messages import SENT_CALLS, view_message, write_status
-from scout_core.oob.process import ProcessWatch, children_of, exit_code_of, look_at_workers, read_state
+from scout_core.oob.process import ProcessWatch, children_of, exit_code_of, look_at_workers, parent_of, read_state
 from scout_core.oob.reader import (
     Progress,
     TornRecord,
@@ -56,6 +57,7 @@ class Watcher:
         self._looks = 0
         self._ask_at = 0.0
         self._judge_at: float | None = None
+        self._orphan_at: float | None = None
         self._gone: dict[int, RankView] = {}
         self._answers: dict[int, RankView] = {}
         self._round = 0
@@ -97,6 +99,10 @@ class Watcher:
                 self._ask_at = 0.0
                 self._progress = self._refresh(fresh)
         now = time.monotonic()
+        if self._lost_launcher() and not self._reporter.launcher_told:
+            self._orphan_at = self._orphan_at or now + _GRACE_S  # a job that is killed as a whole ends until then
+            if now >= self._orphan_at:
+                self._tell_of_launcher()
         if self._judge_at is not None and now >= self._judge_at:
             self._judge_at = None
             self._consult()
@@ -160,6 +166,7 @@ class Watcher:
             exception=exception,
             workers=self._workers(p.activity),
             groups=tuple(slots.values()),
+            launcher=self._lost_launcher(),
         )
 
     def _workers(self, activity: Activity) -> tuple[Worker, ...]:
@@ -235,6 +242,17 @@ class Watcher:
         """Ask everybody, judge, and report if there is something to report."""
         views = self._gather(_ANSWER_S)
         finding = judge(list(views.values()), self._seat.peers)
+        if finding is not None and not self.parent_gone:
+            self._reporter.report(finding, views, _TURN_S)
+
+    def _lost_launcher(self) -> int:
+        """Process id of the launcher if this rank has lost it, else 0."""
+        launcher = self._seat.launcher
+        return launcher if launcher and parent_of(self._seat.pid) not in (launcher, 0) else 0
+
+    def _tell_of_launcher(self) -> None:
+        views = self._gather(_ANSWER_S)
+        finding = judge_launchers(views)
         if finding is not None and not self.parent_gone:
             self._reporter.report(finding, views, _TURN_S)
 

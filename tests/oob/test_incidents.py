@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scout_core.oob.incidents import CLAIM_S, Incidents
+from scout_core.oob.incidents import CLAIM_S, LAUNCHER, Incidents
 
 
 def report(ranks: list[int], kind: str = "process_stall", incident: str = "a") -> dict[str, Any]:
@@ -67,6 +67,15 @@ def test_a_claim_is_believed_until_its_observer_must_have_died() -> None:
     assert not incidents.keep_back("process_exit", [1], 100.0)
     incidents.note(report([2], "process_exit"))
     assert incidents.keep_back("process_exit", [2], 1e9), "what was reported stays so"
+
+
+def test_a_lost_launcher_is_told_once_of_each_rank_and_is_no_incident() -> None:
+    told = report([], LAUNCHER) | {"evidence": {"orphans": {"0": 7, "1": 8}}}
+    own, other = noted(0, told), noted(2, told)
+    assert own.open is None and own.keep_back(LAUNCHER, [], 0.0)
+    assert not other.keep_back(LAUNCHER, [], 0.0), "on another host, whose launcher ends later"
+    assert not own.keep_back("process_exit", [], 0.0)
+    assert not noted(0, report([2])).keep_back(LAUNCHER, [], 0.0), "whoever kills the launcher may do so for a hang"
 
 
 def test_nothing_open_nothing_ends() -> None:

@@ -39,6 +39,7 @@ from scout_core.doctor.mesh import mesh_findings, parse_mesh
 from scout_core.doctor.render import fact_lines, finding_lines
 from scout_core.health.cli import add_health_command
 from scout_core.oob.channel import sweep
+from scout_core.oob.scratch import sweep_scratch
 from scout_core.simulate.cli import add_simulate_command
 from scout_core.trust.cli import add_trust_command
 
@@ -77,7 +78,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="How long to wait for other ranks, seconds.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     clean: Annotated[
-        bool, typer.Option("--clean", help="Only remove shared memory that killed jobs of yours left on this host.")
+        bool, typer.Option("--clean", help="Only remove what killed jobs of yours left on this host.")
     ] = False,
     mesh: Annotated[
         str | None,
@@ -96,7 +97,11 @@ def doctor(
     """
     if clean:
         removed = sweep()
-        typer.echo(f"removed {len(removed)} segment(s) of ended jobs" + "".join(f"\n  {name}" for name in removed))
+        folders = sweep_scratch()
+        typer.echo(
+            f"removed {len(removed)} segment(s) and {len(folders)} folder(s) of ended jobs"
+            + "".join(f"\n  {name}" for name in (*removed, *folders))
+        )
         raise typer.Exit(0)
     if mesh is not None:
         try:

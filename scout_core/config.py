@@ -130,7 +130,9 @@ class OobConfig(_Strict):
         default="raise", description="when that process is lost: fail at the next step, or go on unprotected"
     )
     oob_max_ranks: int = Field(
-        default=256, ge=2, description="most ranks whose observers confer; beyond it those of each rank's peers"
+        default=256,
+        ge=2,
+        description="most ranks of a mesh whose observers confer; beyond it those of each rank's peers, however many",
     )
     oob_ready_timeout_s: float = Field(default=120.0, gt=0, description="how long attach() waits for all observers")
     hang_master_addr: str | None = Field(default=None, description="host where the first rank's observer listens")

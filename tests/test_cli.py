@@ -1,8 +1,11 @@
 """The `scout` command line."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 import scout_core
 from scout_core import ReplayHarnessConfig, ScoutConfig
 from scout_core.cli import app
+from scout_core.oob.scratch import make_scratch
 from scout_core.report import EventLog, SCOUTFaultReport
 
 runner = CliRunner()
@@ -145,6 +149,33 @@ def test_doctor_clean_removes_what_ended_jobs_left_and_nothing_else(tmp_path):
     result = runner.invoke(app, ["doctor", "--clean"])
     assert result.exit_code == 0 and name in result.output
     assert not (Path("/dev/shm") / name).exists()
+
+
+def test_doctor_clean_removes_folders_of_the_dead_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os; from scout_core.oob.scratch import make_scratch; print(make_scratch()[0], flush=True); os._exit(0)"
+    )
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    dead, foreign = (
+        Path(
+            subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env
+            ).stdout.strip()
+        )
+        for _ in range(2)
+    )
+    (dead / "stacks-0-1").write_text("a stack")
+    live, remove = make_scratch()
+    (tmp_path / "scout-oob-notes").mkdir()
+    lock = os.open(foreign, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # its owner lives where process ids are others
+    result = runner.invoke(app, ["doctor", "--clean"])
+    assert result.exit_code == 0 and dead.name in result.output.replace("\n", "")
+    assert {path.name for path in tmp_path.iterdir()} == {live.name, foreign.name, "scout-oob-notes"}
+    os.close(lock)
+    remove()
+    assert not live.exists()
 
 
 def test_explain_says_why_checks_stayed_open(tmp_path):

@@ -78,21 +78,24 @@ class Channel:
         path = folder / name
         # It gets its name only when it is locked and has its header: nobody may take it for a dead owner's before.
         descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(descriptor, 0, SIZE)
-        memory = mmap.mmap(descriptor, SIZE)
-        token = secrets.token_bytes(16)
-        own = start_ticks(os.getpid()) or 0
-        HEADER.pack_into(
-            memory, 0, MAGIC, VERSION, os.getuid(), os.getpid(), scope.rank, own, token, world, scope.attempt, 0
-        )
         try:
-            _name(descriptor, path)
-        except FileExistsError:
-            if not reclaim(path):
-                os.close(descriptor)
-                raise ChannelBusy(f"{name} belongs to a live process; it is left alone") from None
-            _name(descriptor, path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(descriptor, 0, SIZE)
+            memory = mmap.mmap(descriptor, SIZE)
+            token = secrets.token_bytes(16)
+            own = start_ticks(os.getpid()) or 0
+            HEADER.pack_into(
+                memory, 0, MAGIC, VERSION, os.getuid(), os.getpid(), scope.rank, own, token, world, scope.attempt, 0
+            )
+            try:
+                _name(descriptor, path)
+            except FileExistsError:
+                if not reclaim(path):
+                    raise ChannelBusy(f"{name} belongs to a live process; it is left alone") from None
+                _name(descriptor, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(name, memory, token, descriptor)
 
     @classmethod

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,8 @@ class CollectiveWatch:
         self._closed = False
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._works: OrderedDict[int, tuple[tuple[Members, int] | Awaited, GroupCall | None]] = OrderedDict()
-        self._members: dict[int, tuple[Any, Members | None]] = {}
+        # weak: a group that was destroyed is not to live on, with its connections, for having been used once
+        self._members: WeakKeyDictionary[c10d.ProcessGroup, Members | None] = WeakKeyDictionary()
         for name, (metadata, place) in FUNCTIONS.items():
             self._replace_function(name, metadata, place)
         for name in (*PAIRED, BATCH):
@@ -251,15 +253,13 @@ class CollectiveWatch:
             group = c10d.group.WORLD
         if group is None:
             return None
-        found = self._members.get(id(group))
-        if found is None or found[0] is not group:
+        if group not in self._members:
             try:
                 own = group.group_desc == _OWN_GROUP
-                members = None if own else tuple(dist.get_process_group_ranks(group))
+                self._members[group] = None if own else tuple(dist.get_process_group_ranks(group))
             except (RuntimeError, KeyError):
-                members = None
-            found = self._members[id(group)] = (group, members)
-        return found[1]
+                self._members[group] = None
+        return self._members[group]
 
 
 def _scouts(group: Any) -> bool:

@@ -42,6 +42,26 @@ def judge_endings(views: Mapping[int, RankView]) -> Finding | None:
     return None
 
 
+def judge_launchers(views: Mapping[int, RankView]) -> Finding | None:
+    """Ranks that go on although the process that started them has ended, or None when there are none."""
+    orphans = [view for _, view in sorted(views.items()) if view.status == "alive" and view.launcher]
+    if not orphans:
+        return None
+    told = "; ".join(f"rank {view.rank} is process {view.pid} on {view.host}" for view in orphans)
+    return make(
+        "environment_changed",
+        (),
+        views,
+        basis="direct",
+        message=f"the launcher has ended and its ranks go on without it: {told}; end them if the job was to end",
+        surface="launcher",
+        evidence={
+            "launchers": sorted({f"{view.launcher} on {view.host}" for view in orphans}),
+            "orphans": {str(view.rank): view.pid for view in orphans},
+        },
+    )
+
+
 def _is_victim(view: RankView) -> bool:
     """Whether its last collective failed under it, or an error of communication ended it.
 
@@ -60,7 +80,8 @@ def _died_by_itself(view: RankView) -> bool:
     code = view.process.exit_code
     if _is_victim(view) or code in _ASKED or "KeyboardInterrupt" in view.farewell_text:
         return False
-    return bool(code) or (code is None and view.farewell != "closed") or view.farewell == "exception"
+    unknown = code is None and view.farewell not in ("closed", "finished")
+    return bool(code) or unknown or view.farewell == "exception"
 
 
 def _exit(primary: list[RankView], views: Mapping[int, RankView]) -> Finding:

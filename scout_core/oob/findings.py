@@ -9,7 +9,13 @@ from typing import Any, Literal
 from scout_core.oob.records import RankView
 
 Kind = Literal[
-    "collective_desync", "collective_hang", "process_stall", "process_exit", "dataloader_stall", "checkpoint_io_stall"
+    "collective_desync",
+    "collective_hang",
+    "process_stall",
+    "process_exit",
+    "dataloader_stall",
+    "checkpoint_io_stall",
+    "environment_changed",
 ]
 Basis = Literal["majority", "direct", "none"]
 

@@ -77,6 +77,7 @@ class Farewell(IntEnum):
     CLOSED = 1
     EXCEPTION = 2
     COLLECTIVE_FAILED = 3
+    FINISHED = 4
 
 
 class CallState(IntEnum):

@@ -51,7 +51,7 @@ def main(argument: str) -> int:
         with suppress(BlockingIOError):
             os.write(wake_in, b"x")
 
-    mesh = _join(seat, link, wake) if len(seat.peers) > 1 else None
+    mesh = _join(seat, link, wake) if len(seat.present) > 1 else None
     # From here on the parent's death shows on the pidfd; a stopped observer is woken to see it.
     _on_parent_death(signal.SIGCONT)
     watcher = Watcher(seat, channel, mesh, link, parent, wake_out, host=socket.gethostname())
@@ -92,8 +92,10 @@ class Link:
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """The next line. Raises `TimeoutError`."""
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            select.select([self.descriptor], [], [], left)
+            poll.poll(left * 1000)
             found = self.hear()
             if found:
                 return found[0]
@@ -106,14 +108,14 @@ def _join(seat: Seat, link: Link, wake: Any) -> Mesh:
     timeout = seat.config.oob_ready_timeout_s
     store: Any
     if seat.file is not None:
-        store = file_store(str(seat.file), len(seat.peers))
+        store = file_store(str(seat.file), len(seat.present))
     elif seat.port is not None:
         store, note = listen(seat.port, timeout)
         link.say({"listening": store.port, "note": note})
     else:
         told = link.wait(timeout)
         store = connect(told["address"], told["port"], timeout)
-    return Mesh(seat.peers, seat.rank, store, timeout, wake)
+    return Mesh(seat.present, seat.rank, store, timeout, wake)
 
 
 def _end_with(parent: int) -> None:

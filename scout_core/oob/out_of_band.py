@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import mmap
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,13 +23,15 @@ from torch.distributed import distributed_c10d as c10d
 from scout_core.config import OobConfig, ScoutConfig
 from scout_core.consensus.readiness import DIGEST_FIELDS, Reason
 from scout_core.consensus.standing import GROUP_WORDS
-from scout_core.oob.channel import Channel, Scope, start_ticks, sweep
+from scout_core.oob.channel import Channel, ChannelBusy, Scope, start_ticks, sweep
 from scout_core.oob.collectives import CollectiveWatch
 from scout_core.oob.digest import exchange, explain
 from scout_core.oob.findings import Finding
 from scout_core.oob.instrument import Checkpoints, CompileWatch, ModelWatch, WatchedLoader
-from scout_core.oob.layout import Farewell, Phase
-from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, this_run
+from scout_core.oob.layout import SIZE, Farewell, Phase
+from scout_core.oob.reader import read_farewell
+from scout_core.oob.rendezvous import LOCAL, Meeting, Run, meeting_of, muster, this_run
+from scout_core.oob.scratch import make_scratch, sweep_scratch
 from scout_core.oob.seat import Seat
 from scout_core.oob.supervisor import STACKS_SIGNAL, ObserverLost, Supervisor, register_stacks
 from scout_core.oob.tally import TalliedCalls
@@ -87,20 +90,22 @@ class OutOfBand:
         self._publisher: Publisher | None = None
         self._supervisor: Supervisor | None = None
         self._undo: list[Callable[[], None]] = []
+        self._channel: Channel | None = None
         if not config.oob.oob_enabled:
             return
         sweep()
+        sweep_scratch()
         run = this_run()
         scope = Scope(
             run=run.run, attempt=run.attempt, pid=os.getpid(), peers=peers.ranks, rank=peers.rank, ordinal=_attached
         )
-        self._channel = Channel.create(scope, world=peers.size)
-        self._undo.append(lambda: self._channel.close(unlink=True))
-        self._publisher = publisher = Publisher(self._channel.memory, peers.ranks)
+        problem = self._prepare(scope)
+        # without a segment the calls are counted all the same: the digests of a check are to be those of its peers
+        memory = self._channel.memory if self._channel is not None else mmap.mmap(-1, SIZE)
+        self._publisher = publisher = Publisher(memory, peers.ranks)
         self._undo.append(publisher.detach)  # what training still holds of it writes nowhere then
         _live.add(publisher)
-        self._folder = self._state_folder()
-        self._start_observer(config, run, on_report)
+        self._start_observer(config, run, on_report, problem)
         self._undo.append(CollectiveWatch(publisher, clock).close)
         self._undo.append(ModelWatch(publisher, root, {} if compiled else layers).close)
         if not compiled:
@@ -109,6 +114,7 @@ class OutOfBand:
         self._compiler.look()
         self._undo.append(self._compiler.close)
         self._undo.append(_watch_exceptions(publisher))
+        self._undo.append(_watch_exit(publisher, memory))
 
     @property
     def enabled(self) -> bool:
@@ -210,31 +216,70 @@ class OutOfBand:
 
     # -- start ----------------------------------------------------------------------------------------------------
 
+    def _prepare(self, scope: Scope) -> str:
+        """Make what the observer reads and writes; what stands in the way, which costs the rank its observer alone."""
+        try:
+            self._channel = channel = Channel.create(scope, world=self._peers.size)
+            self._undo.append(lambda: channel.close(unlink=True))
+            self._folder = self._state_folder()
+            self._stacks = self._folder / f"stacks-{self._peers.rank}-{os.getpid()}"
+            self._undo.append(register_stacks(self._stacks).close)
+        except (OSError, ChannelBusy) as error:
+            return str(error) or repr(error)
+        return ""
+
     def _state_folder(self) -> Path:
         if self._config.hang_state_dir is not None:
             self._config.hang_state_dir.mkdir(parents=True, exist_ok=True)
             return self._config.hang_state_dir
-        folder = Path(tempfile.mkdtemp(prefix="scout-oob-"))
-        self._undo.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+        folder, remove = make_scratch()
+        self._undo.append(remove)
         return folder
 
-    def _start_observer(self, config: ScoutConfig, run: Run, on_report: Callable[[dict[str, Any], bool], None]) -> None:
-        peers = self._peers
-        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        meeting = meeting_of(config.oob, run, self._watched, _attached, torchrun)
-        leads = peers.rank == self._watched[0] and meeting.file is None and len(self._watched) > 1
-        stacks = self._folder / f"stacks-{peers.rank}-{os.getpid()}"
-        file = register_stacks(stacks)
-        self._undo.append(file.close)
-        assert self._publisher is not None
-        self._publisher.stacks_signal(STACKS_SIGNAL)
-        seat = Seat(
-            rank=peers.rank,
+    def _start_observer(
+        self, config: ScoutConfig, run: Run, on_report: Callable[[dict[str, Any], bool], None], problem: str
+    ) -> None:
+        """Start it and wait until it watches. A rank with a `problem` only tells the others not to wait for it."""
+        rank, watched, timeout = self._peers.rank, self._watched, config.oob.oob_ready_timeout_s
+        store: Any = None
+        absent: tuple[int, ...] = ()
+        nonce, leads = "", False
+        try:
+            if len(watched) > 1:
+                store = c10d.PrefixStore(f"scout-oob/{run.attempt}/{watched[0]}/{_attached}", c10d._get_default_store())
+                absent, nonce = muster(store, rank, watched, problem, timeout)
+            if problem:
+                raise ObserverLost(problem)
+            present = tuple(each for each in watched if each not in absent)
+            meeting = meeting_of(config.oob, run, present, _attached, "TORCHELASTIC_RUN_ID" in os.environ, nonce)
+            if meeting.file is not None and rank == present[0]:
+                self._undo.append(functools.partial(meeting.file.absolute().unlink, missing_ok=True))
+            meets = meeting.file is None and len(present) > 1
+            leads = meets and rank == present[0]
+            assert self._publisher is not None
+            self._publisher.stacks_signal(STACKS_SIGNAL)
+            seat = self._seat(config, run, absent, meeting, leads)
+            self._supervisor = Supervisor(seat, on_report, self._observer_lost)
+            if meets:
+                self._agree(store, meeting, leads)
+            self._supervisor.hear("ready", timeout)
+        except (ObserverLost, OSError, RuntimeError) as error:
+            if leads:
+                with suppress(RuntimeError):  # the store may be what is lost
+                    store.set("where", f"||{error}")  # so that nobody waits for it
+            self._observer_lost(str(error))
+
+    def _seat(self, config: ScoutConfig, run: Run, absent: tuple[int, ...], meeting: Meeting, leads: bool) -> Seat:
+        assert self._channel is not None
+        return Seat(
+            rank=self._peers.rank,
             peers=self._watched,
+            absent=absent,
             role=self._role,
             pid=os.getpid(),
             thread=threading.get_native_id(),
             start_ticks=start_ticks(os.getpid()) or 0,
+            launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0,
             channel=self._channel.name,
             token=self._channel.token.hex(),
             run=run.run,
@@ -243,28 +288,16 @@ class OutOfBand:
             file=meeting.file.absolute() if meeting.file is not None else None,
             run_dir=config.run_dir.absolute() if config.run_dir is not None else None,
             state_dir=self._folder.absolute(),
-            stacks=stacks.absolute(),
+            stacks=self._stacks.absolute(),
             config=config.oob,
         )
-        try:
-            self._supervisor = Supervisor(seat, on_report, self._observer_lost)
-            if len(self._watched) > 1 and meeting.file is None:
-                self._agree(meeting, run, leads)
-            self._supervisor.hear("ready", config.oob.oob_ready_timeout_s)
-        except (ObserverLost, OSError, RuntimeError) as error:
-            self._observer_lost(str(error))
 
-    def _agree(self, meeting: Meeting, run: Run, leads: bool) -> None:
+    def _agree(self, store: Any, meeting: Meeting, leads: bool) -> None:
         """The first rank says through the job's store where its observer listens; every rank logs a move."""
         assert self._supervisor is not None
-        store = c10d.PrefixStore(f"scout-oob/{run.attempt}/{self._watched[0]}/{_attached}", c10d._get_default_store())
         timeout = self._config.oob_ready_timeout_s
         if leads:
-            try:
-                told = self._supervisor.hear("listening", timeout)
-            except ObserverLost as error:
-                store.set("where", f"||{error}")  # so that nobody waits for it
-                raise
+            told = self._supervisor.hear("listening", timeout)
             address = meeting.address
             if address == LOCAL and not _one_host():
                 address = socket.gethostname()
@@ -272,7 +305,7 @@ class OutOfBand:
         store.wait(["where"], timedelta(seconds=timeout))
         address, port, note = store.get("where").decode().split("|", 2)
         if not port:
-            raise ObserverLost(f"the observer of rank {self._watched[0]}, where all meet, is lost: {note}")
+            raise ObserverLost(f"the observer where all meet is lost: {note}")
         if note:
             logger.warning("SCOUT: out-of-band rendezvous: %s", note)
         if not leads:
@@ -306,3 +339,14 @@ def _watch_exceptions(publisher: Publisher) -> Callable[[], None]:
             sys.excepthook = before
 
     return undo
+
+
+def _watch_exit(publisher: Publisher, memory: mmap.mmap) -> Callable[[], None]:
+    """Note that the interpreter ends in good order: on older kernels nobody tells the exit code of who was reaped."""
+
+    def note() -> None:
+        if read_farewell(memory)[0] is Farewell.NONE:  # an exception says more
+            publisher.farewell(Farewell.FINISHED)
+
+    atexit.register(note)
+    return functools.partial(atexit.unregister, note)

@@ -74,6 +74,12 @@ def read_state(pid: int) -> tuple[str, int | None]:
     return fields[0].upper(), code
 
 
+def parent_of(pid: int) -> int:
+    """Process id of the parent; 0 when there is no such process."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
 def exit_code_of(descriptor: int) -> int | None:
     """Exit code of an ended process by its pidfd, also once it was reaped; None before Linux 6.15.
 

@@ -62,10 +62,11 @@ class RankView:
     """Everything the verdict functions may know of one rank.
 
     `quiet_s` is how long nothing was published, `threshold_s` how long that is fine in this phase and activity.
-    `status` is `alive`, `exited` or `closed` (took SCOUT off itself). `farewell` is `none`, `closed`, `exception` or
-    `collective_failed`, with `farewell_text`. `exception` is one being handled right now, if the process could say.
-    `sends` and `receives` are the ranks with which it is in a point-to-point operation. `role`: ranks of equal role go
-    through the same layers, so that their positions can be compared.
+    `status` is `alive`, `exited` or `closed` (took SCOUT off itself). `farewell` is `none`, `closed`, `exception`,
+    `collective_failed` or `finished` (the interpreter ends in good order), with `farewell_text`. `exception` is one
+    being handled right now, if the process could say. `sends` and `receives` are the ranks with which it is in a
+    point-to-point operation. `role`: ranks of equal role go through the same layers, so that their positions can be
+    compared. `launcher` is the process id of the launcher that it has lost, 0 otherwise.
     """
 
     rank: int
@@ -92,6 +93,7 @@ class RankView:
     workers: tuple[Worker, ...] = ()
     groups: tuple[GroupView, ...] = ()
     role: int = 0
+    launcher: int = 0
 
     @property
     def stalled(self) -> bool:

@@ -12,7 +12,7 @@ from scout_core.oob.channel import Channel
 from scout_core.oob.evidence import bundle_folder, write_bundle
 from scout_core.oob.findings import Finding
 from scout_core.oob.flight import recording
-from scout_core.oob.incidents import Incidents
+from scout_core.oob.incidents import LAUNCHER, Incidents
 from scout_core.oob.layout import HEADER
 from scout_core.oob.line import Line
 from scout_core.oob.messages import report_message
@@ -42,6 +42,11 @@ class Reporter:
         self._flights: set[int] = set()
         self._hooked = False
 
+    @property
+    def launcher_told(self) -> bool:
+        """Whether it was reported that this rank goes on without its launcher."""
+        return self._incidents.launcher_told
+
     # -- what is heard ------------------------------------------------------------------------------------------------
 
     def hear(self, line: dict[str, Any]) -> None:
@@ -66,7 +71,7 @@ class Reporter:
         elif kind == "flight":
             self._flights.add(sender)
         elif kind == "claim":
-            self._incidents.claim(message["kind"], message["ranks"])
+            self._incidents.claim(message["kind"], message["ranks"], time.monotonic())
         elif kind == "report":
             self._note(message["report"])
         elif kind == "over":
@@ -98,7 +103,7 @@ class Reporter:
 
     def report(self, finding: Finding, views: Mapping[int, RankView], turn_s: float) -> None:
         """Report once for all observers: the first in order does, the next ones take over if it does not."""
-        if self._incidents.keep_back(finding.kind, finding.ranks):
+        if self._incidents.keep_back(finding.kind, finding.ranks, time.monotonic()):
             return
         order = sorted(
             (r for r in views if views[r].status != "closed"),
@@ -121,12 +126,13 @@ class Reporter:
 
     def _record(self, finding: Finding, views: Mapping[int, RankView]) -> dict[str, Any]:
         """The report as a record, its evidence collected."""
-        first = self._incidents.open
+        first = self._incidents.open if finding.kind != LAUNCHER else None
         ordinal = time.monotonic_ns()  # tells a stall from an earlier one of the same kind, ranks and step
         secondary = first["incident_id"] if first is not None else ""
         report = oob_report(finding, run=self._seat.run, ordinal=ordinal, secondary_to=secondary)
         record = report.model_dump(mode="json")
-        self._reported = report.incident_id
+        if first is None and finding.kind != LAUNCHER:
+            self._reported = report.incident_id
         folder = bundle_folder(self._seat.run_dir, report.incident_id)
         self._collect(finding, views, folder)
         record["evidence"]["bundle"] = write_bundle(folder, report, views, self._stacks)
@@ -171,7 +177,8 @@ class Reporter:
     def _note(self, record: dict[str, Any]) -> None:
         """An incident is open for this observer too, whoever reported it."""
         self._incidents.note(record)
-        self._status("incident", record["message"])
+        if record["kind"] != LAUNCHER:
+            self._status("incident", record["message"])
         self._line.say({"report": record})
 
     def _deliver(self, record: dict[str, Any], order: list[int]) -> None:

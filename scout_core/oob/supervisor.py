@@ -99,8 +99,10 @@ class Supervisor:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         descriptor, buffer, stopped = self.process.stdout.fileno(), b"", 0
+        poll = select.poll()  # select() refuses descriptors from 1,024 on
+        poll.register(descriptor, select.POLLIN)
         while True:
-            ready, _, _ = select.select([descriptor], [], [], _LOOK_S)
+            ready = poll.poll(_LOOK_S * 1000)
             if self._closing and not ready:
                 return
             if not ready:

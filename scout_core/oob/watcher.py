@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from scout_core.oob.channel import Channel
+from scout_core.oob.endings import judge_launchers
 from scout_core.oob.layout import Activity, Farewell, Phase
 from scout_core.oob.line import Line
 from scout_core.oob.mesh import Mesh
 from scout_core.oob.messages import SENT_CALLS, view_message, write_status
-from scout_core.oob.process import ProcessWatch, children_of, exit_code_of, look_at_workers, read_state
+from scout_core.oob.process import ProcessWatch, children_of, exit_code_of, look_at_workers, parent_of, read_state
 from scout_core.oob.reader import (
     Progress,
     TornRecord,
@@ -33,6 +34,8 @@ _ANSWER_S = 1.0
 _ASK_AGAIN_S = 0.4
 _GRACE_S = 0.9
 _TURN_S = 0.3
+_ASKED_S = 0.25
+_FRESH_S = 1.0
 
 
 class Watcher:
@@ -46,7 +49,7 @@ class Watcher:
         self._host = host
         self._process = ProcessWatch(seat.pid)
         self._parent = parent
-        self._line = line = Line(seat.rank, seat.peers, mesh, link, parent, wake)
+        self._line = line = Line(seat.rank, seat.present, mesh, link, parent, wake)
         line.hear, line.answer, line.died, line.hung_up = self._hear, self._answer, self._died, self._hung_up
         self._ended = ProcessView()
         self._bye = False
@@ -54,10 +57,13 @@ class Watcher:
         self._looks = 0
         self._ask_at = 0.0
         self._judge_at: float | None = None
+        self._orphan_at: float | None = None
         self._gone: dict[int, RankView] = {}
         self._answers: dict[int, RankView] = {}
         self._round = 0
         self._exception: str | None = None
+        self._exception_asked = False
+        self._exception_by = self._exception_until = 0.0
         self._bytes_watching: int | None = None  # known at the end: sent while watching, farewells left out
         self._reporter = Reporter(seat, channel, line, self._process, self._status)
         self._status("watching")
@@ -93,6 +99,10 @@ class Watcher:
                 self._ask_at = 0.0
                 self._progress = self._refresh(fresh)
         now = time.monotonic()
+        if self._lost_launcher() and not self._reporter.launcher_told:
+            self._orphan_at = self._orphan_at or now + _GRACE_S  # a job that is killed as a whole ends until then
+            if now >= self._orphan_at:
+                self._tell_of_launcher()
         if self._judge_at is not None and now >= self._judge_at:
             self._judge_at = None
             self._consult()
@@ -156,6 +166,7 @@ class Watcher:
             exception=exception,
             workers=self._workers(p.activity),
             groups=tuple(slots.values()),
+            launcher=self._lost_launcher(),
         )
 
     def _workers(self, activity: Activity) -> tuple[Worker, ...]:
@@ -168,7 +179,7 @@ class Watcher:
 
     def _refresh(self, fresh: Progress) -> Progress:
         if fresh.number != self._progress.number:
-            self._looks = 0
+            self._looks, self._exception_until = 0, 0.0
             broken = read_farewell(self._channel.memory)[0] in (Farewell.COLLECTIVE_FAILED, Farewell.EXCEPTION)
             self._reporter.progressed(failing=broken or fresh.phase is Phase.TEARDOWN)
         return fresh
@@ -179,10 +190,19 @@ class Watcher:
         return code if state in ("Z", "X") else exit_code_of(self._parent)
 
     def _ask_exception(self) -> str:
-        """The exception that the training thread handles, from a thread of that process; empty if it cannot answer."""
-        self._exception = None
-        self._line.say({"ask": "exception"})
-        self._pump(time.monotonic() + 0.25, lambda: self._exception is not None)
+        """The exception that the training thread handles, from a thread of that process; empty if it cannot answer.
+
+        All peers probe at once, so one wait serves the probes of about a second, and one question those that come
+        before its answer: a process whose interpreter lock is held would make each of them wait in turn.
+        """
+        now = time.monotonic()
+        if now >= self._exception_until:
+            self._exception = None
+            self._exception_by, self._exception_until = now + _ASKED_S, now + _FRESH_S
+            if not self._exception_asked:
+                self._exception_asked = True
+                self._line.say({"ask": "exception"})
+        self._pump(self._exception_by, lambda: self._exception is not None)
         return self._exception or ""
 
     # -- talking --------------------------------------------------------------------------------------------------
@@ -198,7 +218,7 @@ class Watcher:
 
     def _hear(self, line: dict[str, Any]) -> None:
         if "exception" in line:
-            self._exception = line["exception"]
+            self._exception, self._exception_asked = line["exception"], False
         if line.get("bye"):
             self._bye = True
         self._reporter.hear(line)
@@ -225,10 +245,21 @@ class Watcher:
         if finding is not None and not self.parent_gone:
             self._reporter.report(finding, views, _TURN_S)
 
+    def _lost_launcher(self) -> int:
+        """Process id of the launcher if this rank has lost it, else 0."""
+        launcher = self._seat.launcher
+        return launcher if launcher and parent_of(self._seat.pid) not in (launcher, 0) else 0
+
+    def _tell_of_launcher(self) -> None:
+        views = self._gather(_ANSWER_S)
+        finding = judge_launchers(views)
+        if finding is not None and not self.parent_gone:
+            self._reporter.report(finding, views, _TURN_S)
+
     def _gather(self, timeout_s: float) -> dict[int, RankView]:
         self._round += 1
         self._answers = {}
-        expected = set(self._seat.peers) - {self._seat.rank} - set(self._gone)
+        expected = set(self._seat.present) - {self._seat.rank} - set(self._gone)
         for rank in sorted(expected):
             if not self._line.send(rank, {"type": "probe", "round": self._round}):
                 expected.discard(rank)

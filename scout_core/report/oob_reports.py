@@ -14,6 +14,7 @@ _ACTIONS: dict[str, RecommendedAction] = {
     "process_exit": "restart",
     "dataloader_stall": "restart",
     "checkpoint_io_stall": "observe",
+    "environment_changed": "stop",  # nothing is wrong with training, but nobody is left to end it
 }
 
 
@@ -22,7 +23,8 @@ def oob_report(finding: Finding, *, run: str = "", ordinal: int = 0, secondary_t
 
     With `secondary_to`, the id of an incident that is still open, it is a consequence: information only.
     """
-    severity: Severity = "warning" if finding.kind in ("dataloader_stall", "checkpoint_io_stall") else "fatal"
+    mild = finding.kind in ("dataloader_stall", "checkpoint_io_stall", "environment_changed")
+    severity: Severity = "warning" if mild else "fatal"
     evidence = dict(finding.evidence)
     if secondary_to:
         severity, evidence["secondary_to"] = "info", secondary_to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging.handlers
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from scout_core.oob.instrument import Checkpoints, WatchedLoader
 from scout_core.oob.layout import CallState
 from scout_core.oob.reader import read_progress
 from scout_core.oob.writer import Publisher
+from scout_core.replay.guard import logger
 from tests.oob.jobs import STALL_S, WIDTH, TinyJob, idle, records, reports, running, say, wait_reports, wait_until
 from tests.oob.launches import segments_of
 
@@ -172,6 +174,22 @@ def test_f12_a_killed_observer_is_reported_and_no_hang(tmp_path: Path) -> None:
     assert len(reports(tmp_path)) == 1
 
 
+def test_f12_a_stopped_observer_is_reported_and_its_peers_judge_without_it(tmp_path: Path) -> None:
+    with running(long_job, tmp_path, "warn") as ranks:
+        observers = [psutil.Process(observer_of(tmp_path, rank)) for rank in range(4)]
+        observers[1].suspend()
+        lost = wait_reports(tmp_path, 1)[0]
+        assert (lost["kind"], lost["ranks"], lost["evidence"]["unmonitored_rank"]) == ("oob_daemon_failure", [], 1)
+        assert "stopped" in lost["message"]
+        before = psutil.Process(ranks.pids[0]).cpu_times().user
+        wait_until(lambda: psutil.Process(ranks.pids[0]).cpu_times().user > before, 20)
+        assert len(reports(tmp_path)) == 1, "training goes on, and nobody calls that a hang"
+        os.kill(ranks.pids[2], signal.SIGSTOP)
+        stalled = wait_reports(tmp_path, 2)[1]
+        assert (stalled["kind"], stalled["ranks"]) == ("process_stall", [2]), stalled["message"]
+    wait_until(lambda: all(map(ended, observers)), 20)
+
+
 def test_a_lost_observer_ends_the_job_when_that_is_the_policy(tmp_path: Path) -> None:
     with running(long_job, tmp_path, "raise") as ranks:
         os.kill(observer_of(tmp_path, 1), signal.SIGKILL)
@@ -213,8 +231,12 @@ def test_observers_send_nothing_while_training_progresses(tmp_path: Path) -> Non
 
 
 def with_port(run_dir: str, port: int) -> None:
+    heard = logging.handlers.BufferingHandler(1000)
+    logger.addHandler(heard)
     job = TinyJob(run_dir, hang_master_port=port)
     job.step()
+    told = [record.getMessage() for record in heard.buffer if "rendezvous" in record.getMessage()]
+    say(run_dir, f"told{job.rank}", "\n".join(told) or "nothing")
     say(run_dir, f"watched{job.rank}-{job.scout.observer_pid is not None}")
     job.scout.close()
 
@@ -223,8 +245,11 @@ def test_f10_a_port_in_use_is_left_for_another(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with running(with_port, tmp_path, taken.getsockname()[1]) as ranks:
+        port = taken.getsockname()[1]
+        with running(with_port, tmp_path, port) as ranks:
             ranks.wait(150)
+    reasons = {(tmp_path / f"told{rank}").read_text() for rank in range(4)}
+    assert len(reasons) == 1 and f"port {port} cannot be used" in reasons.pop(), "every rank says why, alike"
     assert len(list(tmp_path.glob("watched?-True"))) == 4 and reports(tmp_path) == []
 
 
@@ -361,9 +386,9 @@ def test_f17_updates_skipped_by_every_rank_raise_no_alarm(tmp_path: Path) -> Non
     assert reports(tmp_path) == []
 
 
-def attempt(run_dir: str, number: int, state_dir: str | None) -> None:
+def attempt(run_dir: str, number: int, restarts: int, state_dir: str | None) -> None:
     """One attempt of a run under torchrun, with what its predecessor left in the store where they share one."""
-    os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "f21", str(number)
+    os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"] = "f21", str(restarts)
     dist.PrefixStore("scout-oob/0/0/1", c10d._get_default_store()).set("where", "127.0.0.1|1|of the dead")
     job = TinyJob(run_dir, hang_state_dir=state_dir)
     for _ in range(3):
@@ -374,17 +399,20 @@ def attempt(run_dir: str, number: int, state_dir: str | None) -> None:
     job.scout.close()
 
 
-@pytest.mark.parametrize("how", ["store", "file"])
+@pytest.mark.parametrize("how", ["store", "file", "file of the same name"])
 def test_f21_a_restart_meets_nothing_of_the_attempt_before(tmp_path: Path, how: str) -> None:
-    state = str(tmp_path / "state") if how == "file" else None
-    if how == "file":
-        with running(attempt, tmp_path, 0, state):
+    """Jobs of torchrun's default run id, or of mpirun, name their files alike."""
+    state = str(tmp_path / "state") if how != "store" else None
+    if state is not None:
+        with running(attempt, tmp_path, 0, 0, state):
             wait_until(lambda: len(list(tmp_path.glob("watched0-?-True"))) == 4)
     second = tmp_path / "second"  # what the observers of the killed attempt still report is theirs
     second.mkdir()
-    with running(attempt, second, 1, state) as ranks:
+    left = set(tmp_path.glob("state/rendezvous*"))
+    with running(attempt, second, 1, 0 if "same" in how else 1, state) as ranks:
         ranks.wait(150)
     assert len(list(second.glob("watched1-?-True"))) == 4
+    assert len(left) == (state is not None) and set(tmp_path.glob("state/rendezvous*")) == left, "it removes its own"
     assert reports(second) == []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,6 +199,19 @@ def test_patches_see_public_collectives_and_come_off(channel: Channel, alone: No
         dist.all_reduce("no tensor")
     watch.close()
     assert {name: getattr(dist, name) for name in before} == before and dist.Work.wait is wait
+
+
+def test_a_destroyed_group_is_let_go(channel: Channel, alone: None) -> None:
+    watch = CollectiveWatch(Publisher(channel.memory, (0,)))
+    group = dist.new_group([0])
+    dist.barrier(group=group)
+    assert [seen.members for seen in read_groups(channel.memory).values()] == [(0,)]
+    kept = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert kept() is None
+    watch.close()
 
 
 def test_a_forked_child_writes_nowhere(channel: Channel) -> None:

@@ -12,6 +12,8 @@ from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_INSTALLED: set[FlushOnSignal] = set()
+"""Those of this process, for the children that it forks."""
 
 
 class FlushOnSignal:
@@ -19,6 +21,7 @@ class FlushOnSignal:
 
     Python runs handlers on the main thread between bytecodes, which a thread inside a collective never reaches; so a
     watcher thread is woken by the C handler itself. Installed from the main thread only; elsewhere nothing happens.
+    Forked children, such as loader workers, inherit all of it and give it back at once: what ends them is none of this.
     """
 
     def __init__(self, flush: Callable[[], None], grace_s: float) -> None:
@@ -28,6 +31,7 @@ class FlushOnSignal:
         self._done = threading.Event()
         self._once = threading.Lock()
         self._reader, self._writer = socket.socketpair()
+        self._process = os.getpid()
         self.installed = False
 
     def install(self) -> None:
@@ -41,6 +45,7 @@ class FlushOnSignal:
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
         self.installed = True
+        _INSTALLED.add(self)
         threading.Thread(target=self._watch, name="scout-flush", daemon=True).start()
 
     def remove(self) -> None:
@@ -48,6 +53,7 @@ class FlushOnSignal:
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
         self.installed = False
+        _INSTALLED.discard(self)
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
@@ -85,10 +91,20 @@ class FlushOnSignal:
         os.kill(os.getpid(), number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._flush_once()
+        if os.getpid() == self._process:  # a handler that took over from this one may call it in a child
+            self._flush_once()
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
         elif before is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _give_back_in_child() -> None:
+    """Without this, ending a child would wake the parent's watcher, whose socket the child's C handler writes to."""
+    for flusher in [*_INSTALLED]:
+        flusher.remove()
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)

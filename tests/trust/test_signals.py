@@ -53,6 +53,46 @@ def test_sigterm_flushes_and_then_does_what_it_did_before(tmp_path: Path, how: s
         assert os.WEXITSTATUS(status) == 9
 
 
+def end_a_worker(folder: Path, how: str) -> None:
+    """Fork a worker that waits, end it, and say how it ended; a second SIGTERM is then for this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    flusher = FlushOnSignal(lambda: (folder / f"flushed-by-{os.getpid()}").touch(), grace_s=5.0)
+    flusher.install()
+    if how == "chained":  # as frameworks do that take signals over later on
+        ours = signal.getsignal(signal.SIGTERM)
+        assert callable(ours)
+        signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+    worker = os.fork()
+    if worker == 0:
+        if how == "plain" and signal.getsignal(signal.SIGTERM) == before:
+            (folder / "given-back").touch()
+        (folder / "ready").touch()
+        time.sleep(60)
+        os._exit(3)
+    wait_for(folder / "ready")
+    os.kill(worker, signal.SIGTERM)
+    status = os.waitpid(worker, 0)[1]
+    time.sleep(0.5)  # a watcher that was woken would end this process meanwhile
+    (folder / f"worker-ended-by-{os.WTERMSIG(status)}").touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("how", ["plain", "chained"])
+def test_ending_a_forked_worker_neither_ends_nor_flushes_its_parent(tmp_path: Path, how: str) -> None:
+    process = os.fork()
+    if process == 0:
+        try:
+            end_a_worker(tmp_path, how)
+        finally:
+            os._exit(3)
+    status = os.waitpid(process, 0)[1]
+    assert (tmp_path / f"worker-ended-by-{int(signal.SIGTERM)}").exists(), "the parent ended with its worker"
+    assert [path.name for path in tmp_path.glob("flushed-by-*")] == [f"flushed-by-{process}"]
+    assert (tmp_path / "given-back").exists() is (how == "plain")
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
 def test_removing_puts_the_handlers_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     flusher = FlushOnSignal(lambda: None, grace_s=1.0)

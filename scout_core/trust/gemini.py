@@ -99,6 +99,15 @@ class Gemini:
 
     def flush(self) -> None:
         """Put the newest complete copies, own and held, on node-local disk. On any thread; raises nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            self._flush()
+            return
+        # a signal handler that interrupted it would wait for the disk, which nobody could give up
+        writer = threading.Thread(target=self._flush, name="scout-gemini-flush", daemon=True)
+        writer.start()
+        writer.join()
+
+    def _flush(self) -> None:
         shards = self._shards
         if shards is None:
             return

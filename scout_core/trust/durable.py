@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scout_core.trust.tree import flatten, rebuild
 
@@ -198,37 +199,42 @@ class GuardedCallbacks:
             call()
 
 
-_FORBIDDEN = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
-    "recv", "irecv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
-    "isend",
-)  # fmt: skip
+class _Refusing(TorchDispatchMode):
+    """On the thread that enters it, no operator of a collective runs, whichever Python name it was called by."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refuse = refuse
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, _, operator = func.name().partition("::")
+        if ("c10d" in namespace or namespace == "symm_mem") and not operator.startswith("wait_tensor"):
+            self._refuse(operator.rstrip("_"))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def no_collectives(name: str) -> Iterator[None]:
-    """Within it, on this thread, every public collective raises `CallbackContractError`: no other rank would come."""
+    """Within it, on this thread, collectives, sends, receives and new groups raise `CallbackContractError`: no other
+    rank would come. What calls a backend object itself, past torch's process groups, is not seen.
+    """
     thread = threading.get_ident()
-    before = {word: getattr(dist.distributed_c10d, word) for word in _FORBIDDEN}
+    name_of_group = dist.distributed_c10d._process_group_name
 
-    def guard(word: str) -> Callable[..., Any]:
-        original = before[word]
+    def refuse(word: str) -> None:
+        raise CallbackContractError(f"{name} called {word}: it runs on one rank, so collectives cannot meet")
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                raise CallbackContractError(f"{name} called {word}(): it runs on one rank, so collectives cannot meet")
-            return original(*args, **kwargs)
+    def refuse_group(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            refuse("new_group")
+        return name_of_group(*args, **kwargs)
 
-        return refuse
-
-    for word in _FORBIDDEN:
-        replacement = guard(word)
-        setattr(dist, word, replacement)
-        setattr(dist.distributed_c10d, word, replacement)
+    # making a group is no operator; each way to make one asks for its name here, by whatever name it was imported
+    dist.distributed_c10d._process_group_name = refuse_group
     try:
-        yield
+        with _Refusing(refuse):
+            yield
     finally:
-        for word, original in before.items():
-            setattr(dist, word, original)
-            setattr(dist.distributed_c10d, word, original)
+        dist.distributed_c10d._process_group_name = name_of_group

@@ -1,16 +1,31 @@
-"""Whose callbacks write durable checkpoints: the caller's, else the adapter's, else a refusal at attach."""
+"""Whose callbacks write durable checkpoints: the caller's, else the adapter's, else a refusal at attach; and what those
+of the manifest writer may not do.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import barrier, new_group
 
 import scout_core
 from scout_core.pytorch import PyTorchAdapter
-from scout_core.trust.durable import DurableCallbacks, DurableCheckpointConfig, TorchSaveCallbacks
+from scout_core.trust.durable import (
+    CallbackContractError,
+    CheckpointContext,
+    DurableCallbacks,
+    DurableCheckpointConfig,
+    GuardedCallbacks,
+    TorchSaveCallbacks,
+)
 
 
 class FrameworkAdapter(PyTorchAdapter):
@@ -37,3 +52,77 @@ def test_the_adapters_own_are_used_when_the_caller_gives_none(tmp_path: Path) ->
 def test_without_any_attach_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(scout_core.ConfigError, match="callbacks=TorchSaveCallbacks"):
         attach(tmp_path, PyTorchAdapter)
+
+
+@pytest.fixture
+def job_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _world() -> Any:
+    return dist.distributed_c10d._get_default_group()
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": lambda t: dist.all_reduce(t),
+    "barrier imported by name": lambda t: barrier(),
+    "all_gather_coalesced": lambda t: dist.all_gather_coalesced([[t.clone()]], [t]),
+    "functional": lambda t: functional.all_reduce(t, "sum", _world()),
+    "of a group": lambda t: _world().allreduce([t]).wait(),
+    "objects": lambda t: dist.broadcast_object_list([1], 0),
+    "monitored_barrier": lambda t: dist.monitored_barrier(),
+    "isend": lambda t: dist.isend(t, 0),
+    "irecv": lambda t: dist.irecv(t),
+    "new_group imported by name": lambda t: new_group([0]),
+    "new_subgroups": lambda t: dist.new_subgroups(1),
+}
+
+
+class Asking(TorchSaveCallbacks):
+    """Does something in both callbacks of the manifest writer."""
+
+    def __init__(self, do: Callable[[], Any]) -> None:
+        self.do = do
+
+    def commit_candidate(self, context: CheckpointContext) -> None:
+        self.do()
+
+    def quarantine_candidate(self, context: CheckpointContext) -> None:
+        self.do()
+
+
+def both(tmp_path: Path, do: Callable[[], Any]) -> list[Callable[[], None]]:
+    guarded = GuardedCallbacks(Asking(do), rank=0, writer=0)
+    context = CheckpointContext(checkpoint_id="c", step=1, folder=tmp_path, rank=0, world_size=1)
+    return [lambda: guarded.commit(context), lambda: guarded.quarantine(context)]
+
+
+@pytest.mark.parametrize("how", list(COLLECTIVES))
+def test_the_writers_callbacks_are_refused_collectives(job_of_one: None, tmp_path: Path, how: str) -> None:
+    tensor = torch.ones(2)
+    for call in both(tmp_path, lambda: COLLECTIVES[how](tensor)):
+        with pytest.raises(CallbackContractError, match="it runs on one rank"):
+            call()
+    dist.all_reduce(tensor)  # outside them everything is as it was
+    new_group([0])
+    assert tensor.tolist() == [1, 1]
+
+
+def test_the_writers_callbacks_may_work_on_tensors_and_other_threads_may_talk(job_of_one: None, tmp_path: Path) -> None:
+    done = []
+
+    def talk() -> None:
+        dist.all_reduce(torch.ones(1))
+        done.append(new_group([0]))
+
+    def work() -> None:
+        torch.save(torch.ones(3) * 2, tmp_path / "w.pt")
+        other = threading.Thread(target=talk)
+        other.start()
+        other.join(20)
+
+    for call in both(tmp_path, work):
+        call()
+    assert len(done) == 2 and torch.load(tmp_path / "w.pt", weights_only=True).tolist() == [2, 2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scout_core.trust.files import sync_folder
 from scout_core.trust.tree import flatten, rebuild
 
 
@@ -175,9 +177,13 @@ class GuardedCallbacks:
         self._writer = writer
 
     def save(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
-        """`save_candidate`. Every rank calls; collectives allowed."""
+        """`save_candidate`, and then to stable storage with what it wrote: a manifest must not outlast its files in a
+        power cut, whoever wrote them. Every rank calls; collectives allowed. Raises `OSError`.
+        """
         with self._io("write", "save_candidate"):
-            return self._callbacks.save_candidate(context, state)
+            paths = self._callbacks.save_candidate(context, state)
+            _sync(context.folder, paths)
+            return paths
 
     def load(self, context: CheckpointContext, state: Any) -> Any:
         """`load_checkpoint`. Every rank calls; collectives allowed."""
@@ -197,6 +203,21 @@ class GuardedCallbacks:
             raise CallbackContractError(f"{name} runs on the manifest writer (rank {self._writer}) only")
         with self._io("write", name), no_collectives(name):
             call()
+
+
+def _sync(folder: Path, paths: Sequence[Path]) -> None:
+    """fsync these files and every folder from theirs up to the one that `folder` was made in.
+
+    What is not there, or lies elsewhere, is passed over: it is refused by name when the files are described.
+    """
+    folder = folder.absolute()
+    files = [path for given in paths if (path := folder / given).is_relative_to(folder) and path.is_file()]
+    folders = {parent for path in files for parent in path.parents if parent.is_relative_to(folder.parent)}
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for parent in sorted(folders, reverse=True):
+        sync_folder(parent)
 
 
 class _Refusing(TorchDispatchMode):

@@ -4,10 +4,12 @@ of the manifest writer may not do.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,14 +20,18 @@ from torch.distributed import barrier, new_group
 
 import scout_core
 from scout_core.pytorch import PyTorchAdapter
+from scout_core.trust.channel import JobChannel
 from scout_core.trust.durable import (
     CallbackContractError,
     CheckpointContext,
+    DistributedCheckpointCallbacks,
     DurableCallbacks,
     DurableCheckpointConfig,
     GuardedCallbacks,
     TorchSaveCallbacks,
 )
+from scout_core.trust.saver import DurableTier, Lineage
+from scout_core.trust.states import TrustState
 
 
 class FrameworkAdapter(PyTorchAdapter):
@@ -126,3 +132,37 @@ def test_the_writers_callbacks_may_work_on_tensors_and_other_threads_may_talk(jo
     for call in both(tmp_path, work):
         call()
     assert len(done) == 2 and torch.load(tmp_path / "w.pt", weights_only=True).tolist() == [2, 2, 2]
+
+
+class Nested(TorchSaveCallbacks):
+    """As a framework may write: without a word to the disk, in folders of its own."""
+
+    def save_candidate(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
+        path = context.folder / "model" / "part.bin"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 100)
+        return [Path("model") / "part.bin"]
+
+
+@pytest.mark.parametrize("callbacks", [TorchSaveCallbacks(), DistributedCheckpointCallbacks(), Nested()])
+def test_files_and_folders_are_on_stable_storage_before_a_manifest_says_so(
+    tmp_path: Path, callbacks: DurableCallbacks
+) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    config = DurableCheckpointConfig(callbacks=callbacks, folder=tmp_path / "durable")
+    lineage = Lineage(run_id="run", attempt=0, topology_digest="t", environment={})
+    durable = DurableTier(config, tmp_path / "manifests", JobChannel(10, "test"), lineage)
+    with patch.object(os, "fsync", note):
+        state = {"step": 5, "state": {"w": torch.ones(9)}}
+        assert durable.save(5, TrustState.RECOVERY_VERIFIED, lambda: state) == []
+    [manifest] = durable.store.all()[0]
+    before = synced[: next(i for i, path in enumerate(synced) if path.is_relative_to(tmp_path / "manifests"))]
+    folder = Path(manifest.folder)
+    files = [folder / file.path for file in manifest.files]
+    assert files and {*files, *(path.parent for path in files), folder, folder.parent} <= set(before)

@@ -186,8 +186,8 @@ class GuardedCallbacks:
             return paths
 
     def load(self, context: CheckpointContext, state: Any) -> Any:
-        """`load_checkpoint`. Every rank calls; collectives allowed."""
-        with self._io("read", "load_checkpoint"):
+        """`load_checkpoint`. Every rank calls; collectives allowed. A stall in it names the shard."""
+        with self._io("read", f"load_checkpoint {context.checkpoint_id}, shard of rank {context.rank}"):
             return self._callbacks.load_checkpoint(context, state)
 
     def commit(self, context: CheckpointContext) -> None:

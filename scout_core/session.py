@@ -248,6 +248,8 @@ class Scout:
     def _stop_checks(self) -> None:
         """Take everything off that checks need; the out-of-band path stays until `close()`."""
         self.active = False
+        # no later update will be held any more, and a capture may still be reading
+        attempt("holding the update for a capture", self._trust.before_update)
         attempt("removing its hooks", self._recorder.close)
         attempt("detaching from the optimizer", self._adapter.close)
 

@@ -230,7 +230,8 @@ class HardwareHealthMonitor:
             return
         try:
             callback(event)
-        except Exception:  # a manager's bug must not stop the monitoring of training
+        # a manager's bug must not stop the monitoring of training; `sys.exit()` would end nothing but this thread
+        except (Exception, SystemExit):
             self.callback_errors += 1
             logger.exception("hardware health: the callback failed on %s", event.key)
 

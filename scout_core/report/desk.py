@@ -61,14 +61,14 @@ class ReportDesk:
             self._say(report)
 
     def take_decision(self, decision: RecoveryDecision) -> None:
-        """A recovery decision, to be delivered before the fault it answers."""
+        """A recovery decision, to be delivered before the fault it answers, which may be dropped before it is."""
         logger.warning("SCOUT recommends %s (step %s): %s", decision.mode, decision.step, decision.reason)
         self._write(decision.model_dump(mode="json"))
-        self._courier.send("report_recovery", self._hooks.report_recovery, decision)
+        self._courier.send("report_recovery", self._hooks.report_recovery, decision, kept=True)
 
     def announce_restart(self, decision: RecoveryDecision) -> None:
         """The processes are about to end for a restart: the manager may prepare the hosts."""
-        self._courier.send("restart_destination", self._hooks.restart_destination, decision)
+        self._courier.send("restart_destination", self._hooks.restart_destination, decision, kept=True)
 
     def drain(self) -> None:
         """Wait for the manager's hooks, for a moment only."""

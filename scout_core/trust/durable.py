@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from scout_core.trust.files import sync_folder
 from scout_core.trust.tree import flatten, rebuild
 
 
@@ -174,13 +177,17 @@ class GuardedCallbacks:
         self._writer = writer
 
     def save(self, context: CheckpointContext, state: Any) -> Sequence[Path]:
-        """`save_candidate`. Every rank calls; collectives allowed."""
+        """`save_candidate`, and then to stable storage with what it wrote: a manifest must not outlast its files in a
+        power cut, whoever wrote them. Every rank calls; collectives allowed. Raises `OSError`.
+        """
         with self._io("write", "save_candidate"):
-            return self._callbacks.save_candidate(context, state)
+            paths = self._callbacks.save_candidate(context, state)
+            _sync(context.folder, paths)
+            return paths
 
     def load(self, context: CheckpointContext, state: Any) -> Any:
-        """`load_checkpoint`. Every rank calls; collectives allowed."""
-        with self._io("read", "load_checkpoint"):
+        """`load_checkpoint`. Every rank calls; collectives allowed. A stall in it names the shard."""
+        with self._io("read", f"load_checkpoint {context.checkpoint_id}, shard of rank {context.rank}"):
             return self._callbacks.load_checkpoint(context, state)
 
     def commit(self, context: CheckpointContext) -> None:
@@ -198,37 +205,57 @@ class GuardedCallbacks:
             call()
 
 
-_FORBIDDEN = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
-    "recv", "irecv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
-    "isend",
-)  # fmt: skip
+def _sync(folder: Path, paths: Sequence[Path]) -> None:
+    """fsync these files and every folder from theirs up to the one that `folder` was made in.
+
+    What is not there, or lies elsewhere, is passed over: it is refused by name when the files are described.
+    """
+    folder = folder.absolute()
+    files = [path for given in paths if (path := folder / given).is_relative_to(folder) and path.is_file()]
+    folders = {parent for path in files for parent in path.parents if parent.is_relative_to(folder.parent)}
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for parent in sorted(folders, reverse=True):
+        sync_folder(parent)
+
+
+class _Refusing(TorchDispatchMode):
+    """On the thread that enters it, no operator of a collective runs, whichever Python name it was called by."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refuse = refuse
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, _, operator = func.name().partition("::")
+        if ("c10d" in namespace or namespace == "symm_mem") and not operator.startswith("wait_tensor"):
+            self._refuse(operator.rstrip("_"))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def no_collectives(name: str) -> Iterator[None]:
-    """Within it, on this thread, every public collective raises `CallbackContractError`: no other rank would come."""
+    """Within it, on this thread, collectives, sends, receives and new groups raise `CallbackContractError`: no other
+    rank would come. What calls a backend object itself, past torch's process groups, is not seen.
+    """
     thread = threading.get_ident()
-    before = {word: getattr(dist.distributed_c10d, word) for word in _FORBIDDEN}
+    name_of_group = dist.distributed_c10d._process_group_name
 
-    def guard(word: str) -> Callable[..., Any]:
-        original = before[word]
+    def refuse(word: str) -> None:
+        raise CallbackContractError(f"{name} called {word}: it runs on one rank, so collectives cannot meet")
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                raise CallbackContractError(f"{name} called {word}(): it runs on one rank, so collectives cannot meet")
-            return original(*args, **kwargs)
+    def refuse_group(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            refuse("new_group")
+        return name_of_group(*args, **kwargs)
 
-        return refuse
-
-    for word in _FORBIDDEN:
-        replacement = guard(word)
-        setattr(dist, word, replacement)
-        setattr(dist.distributed_c10d, word, replacement)
+    # making a group is no operator; each way to make one asks for its name here, by whatever name it was imported
+    dist.distributed_c10d._process_group_name = refuse_group
     try:
-        yield
+        with _Refusing(refuse):
+            yield
     finally:
-        for word, original in before.items():
-            setattr(dist, word, original)
-            setattr(dist.distributed_c10d, word, original)
+        dist.distributed_c10d._process_group_name = name_of_group

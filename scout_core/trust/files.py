@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import errno
 import json
 import os
+import queue
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +14,8 @@ import xxhash
 from pydantic import BaseModel, ValidationError
 
 _CHUNK = 1 << 22
+STALLED_READ_S = 60.0
+"""After so long without a byte a file counts as one that cannot be read, so that an older checkpoint can be."""
 MAX_RECORD_BYTES = 64 << 20
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -25,12 +30,34 @@ class UntrustedFile(ValueError):
 
 
 def file_digest(path: Path) -> str:
-    """128-bit xxh3 of a file's bytes: finds damage, not malice. Raises `OSError`."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+    """128-bit xxh3 of a file's bytes: finds damage, not malice. Raises `OSError`, also when a read hangs.
+
+    Reads happen on a thread that is left behind then: nothing ends a read that storage does not answer.
+    """
+    told: queue.SimpleQueue[str | OSError | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        digest = xxhash.xxh3_128()
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+                    told.put(None)
+            told.put(digest.hexdigest())
+        except OSError as error:
+            told.put(error)
+
+    # not threading.Thread, whose start takes a lock that a signal may have interrupted: the last flush reads, too
+    _thread.start_new_thread(read, ())
+    while True:
+        try:
+            word = told.get(timeout=STALLED_READ_S)
+        except queue.Empty:
+            raise OSError(errno.ETIMEDOUT, f"no byte of it came within {STALLED_READ_S:g} s", str(path)) from None
+        if isinstance(word, OSError):
+            raise word
+        if word is not None:
+            return word
 
 
 def bytes_digest(data: Any) -> str:

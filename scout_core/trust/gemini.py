@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class Gemini:
     ) -> None:
         """`judge` says what became of a capture since; it is asked on the background thread."""
         self.memory = memory
-        self.held: Copy | None = None
         self.failure: str | None = None
         self.kept = -1
+        self._held: tuple[Copy, ...] = ()
         self._judge = judge
         self._shards = shards
         self._channel = channel
@@ -76,11 +77,14 @@ class Gemini:
         return failure
 
     def copies(self) -> list[Copy]:
-        """The newest complete copies, own and held, that were not rejected since, each with what became of it."""
+        """Complete copies, own and held, that were not rejected since, each with what became of it; the newest first.
+
+        Up to two of each: a rank or host that is lost may have had the newest no more.
+        """
         found = []
-        for copy in (self.memory.latest, self.held):
-            state = None if copy is None else self._judge(copy.step, self._attempt)
-            if copy is not None and state is not TrustState.REJECTED:
+        for copy in sorted([*self.memory.copies, *self._held], key=lambda copy: -copy.step):
+            state = self._judge(copy.step, self._attempt)
+            if state is not TrustState.REJECTED:
                 copy.state = state or copy.state
                 found.append(copy)
         return found
@@ -98,13 +102,24 @@ class Gemini:
         return not self.busy
 
     def flush(self) -> None:
-        """Put the newest complete copies, own and held, on node-local disk. On any thread; raises nothing."""
+        """Put all complete copies, own and held, on node-local disk. On any thread; raises nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            self._write_down(self.copies())
+            return
+        # a signal handler that interrupted it would wait for the disk, which nobody could give up
+        writer = threading.Thread(
+            target=self._write_down, args=(self.copies(),), name="scout-gemini-flush", daemon=True
+        )
+        writer.start()
+        writer.join()
+
+    def _write_down(self, copies: Sequence[Copy]) -> None:
         shards = self._shards
         if shards is None:
             return
         with self._disk:
             written = set()
-            for copy in self.copies():
+            for copy in copies:
                 if not copy.intact():
                     continue
                 try:
@@ -114,9 +129,8 @@ class Gemini:
                 except OSError as error:
                     self.failure = f"flushing step {copy.step} to {shards.folder} failed: {error}"
                     logger.error("SCOUT: %s", self.failure)
-            own = next((step for mine, step in written if mine), None)
-            if own is not None and (not self._replicates or (False, own) in written):
-                self.kept = own
+            own = {step for mine, step in written if mine and (not self._replicates or (False, step) in written)}
+            self.kept = max(own, default=self.kept)
 
     def _finish(self, capture: Capture, flush: bool) -> None:
         try:
@@ -133,7 +147,8 @@ class Gemini:
                 self.failure = f"replication to another host is off from step {copy.step} on: {error}"
                 logger.warning("SCOUT: %s", self.failure)
         if flush:
-            self.flush()
+            # the ones before are on disk since their own flush, or were not to be flushed
+            self._write_down([one for one in self.copies() if one.step == copy.step])
 
     def _replicate(self, copy: Copy, to: int, source: int) -> None:
         assert self._channel is not None
@@ -141,12 +156,13 @@ class Gemini:
         incoming = _exchange_bytes(self._channel, meta, to, source)
         size = torch.zeros(1, dtype=torch.int64)
         self._channel.exchange(torch.tensor([copy.data.numel()]).view(torch.uint8), to, size.view(torch.uint8), source)
+        self._held = self._held[:1]
         data = torch.empty(int(size.item()), dtype=torch.uint8)
         self._channel.exchange(copy.data, to, data, source)
         received = unpack_meta(bytes(incoming.numpy()), data)
         if not received.intact():
             raise ValueError(f"the copy received from rank {source} does not fit its digest")
-        self.held = received
+        self._held = (received, *self._held)
 
 
 def _exchange_bytes(channel: JobChannel, data: bytes, to: int, source: int) -> torch.Tensor:

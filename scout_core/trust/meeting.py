@@ -9,9 +9,11 @@ from typing import Any
 
 from scout_core.config import ConfigError, TrustConfig
 from scout_core.peers import Coordinates
+from scout_core.replay.guard import attempt
 from scout_core.trust.channel import JobChannel
 from scout_core.trust.durable import DurableCheckpointConfig
 from scout_core.trust.files import bytes_digest
+from scout_core.trust.places import Places, remember_places
 from scout_core.trust.run_record import RunFolder, RunRecord
 
 
@@ -34,8 +36,9 @@ def meet(
     return [one["host"] for one in told], topology
 
 
-def begin(channel: JobChannel, folder: RunFolder) -> tuple[RunRecord, bool, str | None]:
-    """The run's record, whether it was known, and why an older one is not trusted. Every rank calls; rank 0 reads.
+def begin(channel: JobChannel, folder: RunFolder, places: Places) -> tuple[RunRecord, bool, str | None]:
+    """The run's record, whether it was known, and why an older one is not trusted. Every rank calls; rank 0 reads, and
+    writes down the `places` where checkpoints lie.
 
     Raises `ConfigError` on every rank when another attach, of this job or of another, works in the same folder.
     """
@@ -48,6 +51,7 @@ def begin(channel: JobChannel, folder: RunFolder) -> tuple[RunRecord, bool, str 
         raise ConfigError(f"{told['refused']}; give each job, and each attach() of one, a run_dir of its own")
     if channel.rank == 0:
         record, known, problem = folder.begin()
+        attempt("writing down where checkpoints lie", lambda: remember_places(folder.folder, places))
         told = {"record": record.model_dump(mode="json"), "known": known, "problem": problem}
     told = channel.gather_json(told)[0]
     record = RunRecord.model_validate_json(json.dumps(told["record"], allow_nan=False))

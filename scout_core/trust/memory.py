@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,25 +57,31 @@ class _Slot:
     layout: Layout | None = None
     data: torch.Tensor | None = None
     targets: list[torch.Tensor] = field(default_factory=list)
-    copy: Copy | None = None
 
 
 class HostMemory:
-    """Two slots: one holds the newest complete copy while the other is written. Local to the rank."""
+    """Two slots: one holds the newest complete copy while the other is written. Local to the rank.
+
+    Between captures both hold one: the older is what a job falls back to when the newer is not complete on all ranks.
+    """
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
         self._slots = [_Slot(), _Slot()]
         self._layout: Layout | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._lock = threading.Lock()
-        self._latest: int | None = None
+        # by slot, newest first; replaced as a whole: what a signal interrupts must not hold a lock that a flush needs
+        self._complete: tuple[tuple[int, Copy], ...] = ()
+
+    @property
+    def copies(self) -> list[Copy]:
+        """The complete copies, newest first: none, one or two."""
+        return [copy for _, copy in self._complete]
 
     @property
     def latest(self) -> Copy | None:
         """The newest complete copy, or None."""
-        with self._lock:
-            return None if self._latest is None else self._slots[self._latest].copy
+        return next(iter(self.copies), None)
 
     def begin(self, step: int, state: TrustState, training_state: Any) -> Capture:
         """Start copying. State on the CPU is copied when it returns.
@@ -86,8 +91,8 @@ class HostMemory:
         or `Capture.hold`, whichever comes first. Raises `StateError` or `TypeError` for state that cannot be kept.
         """
         flat = flatten(training_state)
-        slot = self._slots[0 if self._latest is None else 1 - self._latest]
-        slot.copy = None
+        self._complete = self._complete[:1]
+        slot = self._slots[1 - self._complete[0][0] if self._complete else 0]
         layout, data = self._fit(slot, flat.tensors)
         transfer = Transfer(layout=layout, sources=flat.tensors, data=data, targets=slot.targets, streams=self._streams)
         transfer.begin()
@@ -98,9 +103,7 @@ class HostMemory:
 
     def complete(self, index: int, copy: Copy) -> None:
         """Make a sealed copy the newest; the one before stays until the next capture."""
-        with self._lock:
-            self._slots[index].copy = copy
-            self._latest = index
+        self._complete = ((index, copy), *self._complete[:1])
 
     def _fit(self, slot: _Slot, tensors: list[torch.Tensor]) -> tuple[Layout, torch.Tensor]:
         """The layout of this state and the slot's memory for it; both as they were while the state keeps its shape."""

@@ -20,6 +20,7 @@ from scout_core.trust.gemini import Gemini
 from scout_core.trust.handover import HandOver
 from scout_core.trust.holdings import LocalHoldings, complete_steps
 from scout_core.trust.meeting import begin, meet
+from scout_core.trust.places import Places
 from scout_core.trust.resume import Resumer
 from scout_core.trust.run_record import STOP_EXIT_CODE, RunFolder, RunRecord
 from scout_core.trust.saver import DurableTier, Problem
@@ -67,7 +68,7 @@ class Trust:
         self._writer = self._channel.rank == 0
         self._folder = RunFolder(config.run_dir)
         self._hosts, self._topology = meet(self._channel, adapter.layout().coordinates, self._config, durable)
-        self._record, known, problem = begin(self._channel, self._folder)
+        self._record, known, problem = begin(self._channel, self._folder, Places.given(config.trust, durable))
         self._rules = TrustRules(dense=config.trust.certification == "dense", catalog=_CYCLE)
         self._catalog = frozenset(catalog)
         self._covered: frozenset[str] = frozenset()

@@ -194,14 +194,14 @@ def test_e03_a_writer_that_stops_after_the_header_is_a_stall_and_certifies_nothi
     assert [m.state for m in ManifestStore(tmp_path / "manifests").all()[0]] == ["RECOVERY_VERIFIED"]
 
 
-def test_a_load_that_hangs_on_one_rank_is_its_stall_and_the_job_goes_on_from_it(tmp_path: Path) -> None:
+def test_e16_a_load_that_hangs_on_one_rank_is_its_stall_and_the_job_goes_on_from_it(tmp_path: Path) -> None:
     with running(train_on, tmp_path, SlowLoads, 2):
         wait_until(lambda: all((tmp_path / f"done-{rank}").exists() for rank in range(4)))
         assert records(tmp_path, "SCOUTFaultReport") == []
     with running(train_on, tmp_path, SlowLoads, 4):
         report = first_report(tmp_path)
         assert (report["kind"], report["ranks"], report["phase"]) == ("checkpoint_io_stall", [3], "checkpoint")
-        assert "read 'load_checkpoint'" in report["message"]
+        assert "read 'load_checkpoint step-000000002-attempt-0, shard of rank 3'" in report["message"]
         (tmp_path / "go-load").touch()
         wait_until(lambda: all((tmp_path / f"start-{rank}-2").exists() for rank in range(4)))
     assert [one["kind"] for one in records(tmp_path, "SCOUTFaultReport")] == ["checkpoint_io_stall"]

@@ -238,13 +238,14 @@ def test_all_its_threads_are_daemons() -> None:
     assert not any(thread.is_alive() for thread in mine)
 
 
-def test_a_callback_that_raises_is_counted_and_told_no_second_time() -> None:
+@pytest.mark.parametrize("how", [ValueError, SystemExit])
+def test_a_callback_that_raises_is_counted_and_told_no_second_time(how: type[BaseException]) -> None:
     source = Listed("s", [reading("GPU-a", value=0)], [reading("GPU-a", value=1)])
     calls: list[HealthEvent] = []
 
     def fail(event: HealthEvent) -> None:
         calls.append(event)
-        raise ValueError("the manager's bug")
+        raise how("the manager's bug")
 
     monitor = HardwareHealthMonitor(HealthConfig(), [source], on_event=fail)
     for _ in range(4):

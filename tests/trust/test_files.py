@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from scout_core.report.courier import Courier
 from scout_core.trust.decision import RecoveryDecision
 from scout_core.trust.durable import CallbackContractError, CheckpointContext, GuardedCallbacks, TorchSaveCallbacks
 from scout_core.trust.files import UntrustedFile, file_digest, read_record, sealed, write_record
@@ -236,27 +235,6 @@ def test_the_writers_callbacks_refuse_other_ranks(tmp_path: Path) -> None:
     for call in (guarded.commit, guarded.quarantine):
         with pytest.raises(CallbackContractError, match="manifest writer"):
             call(context)
-
-
-def test_a_raising_or_slow_hook_neither_blocks_nor_loses_the_order() -> None:
-    import threading
-
-    courier, gate, seen = Courier(bound=4), threading.Event(), []
-
-    def slow(value: Any) -> None:
-        gate.wait(10)
-        seen.append(value)
-        if value == 0:
-            raise RuntimeError("the manager's own fault")
-
-    started = time.monotonic()
-    for value in range(20):
-        courier.send("report_fault", slow, value)
-    assert time.monotonic() - started < 1.0 and courier.dropped >= 15
-    gate.set()
-    assert courier.drain(10)
-    assert seen == sorted(seen) and seen[0] == 0 and len(seen) == 20 - courier.dropped
-    courier.close()
 
 
 def test_file_digests_see_every_byte(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class DurableTier:
         return [] if error is None else [self._problem(context, f"not committed, stays unproven: {error}", ())]
 
     def settle(self, state: TrustState, steps: Sequence[int], reason: str) -> None:
-        """Promote or reject this attempt's candidates at `steps`. Local to the manifest writer.
+        """Promote this attempt's candidates at `steps`, or reject what it saved there. Local to the manifest writer.
 
         An earlier attempt's candidate of the same step is another state: what later cycles found does not speak of it.
         """
@@ -129,7 +129,10 @@ class DurableTier:
         here = (self._lineage.run_id, self._lineage.attempt)
         for manifest in self.store.all()[0]:
             own = (manifest.run_id, manifest.attempt) == here
-            if own and manifest.step in steps and manifest.state == "CANDIDATE":
+            open_to_it = manifest.state == "CANDIDATE" or (
+                state is TrustState.REJECTED and manifest.state == "RECOVERY_VERIFIED"
+            )
+            if own and manifest.step in steps and open_to_it:
                 if state is TrustState.RECOVERY_VERIFIED and (manifest.reason or verify(manifest)):
                     continue  # it never was whole
                 self.mark(manifest, state, reason)

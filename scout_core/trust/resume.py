@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,14 +75,39 @@ class Resumer:
         return Resumed(step=step, record=self.record, decision=decision, problems=self.problems, **more)
 
     def _take_decision(self) -> RecoveryDecision | None:
+        """What earlier attempts decided, together or on ranks that asked no other; these void what came later."""
         told: Any = None
         if self.channel.rank == 0:
-            taken, problem = self.folder.take_decision(self.record.run_id)
-            told = {"decision": None if taken is None else taken.model_dump_json(), "problem": problem}
+            joint, alone, refused = self.folder.read_decisions(self.record.run_id)
+            decisions = [one.model_dump(mode="json") for one in alone]
+            told = {
+                "joint": None if joint is None else joint.model_dump(mode="json"),
+                "alone": decisions,
+                "refused": refused,
+            }
         told = self.channel.gather_json(told)[0]
-        if told["problem"] is not None:
-            self.problems.append(Problem(step=0, message=f"the decision file is refused: {told['problem']}"))
-        return None if told["decision"] is None else RecoveryDecision.model_validate_json(told["decision"])
+        for text in told["refused"]:
+            self.problems.append(Problem(step=0, message=f"the decision file is refused: {text}"))
+        alone = sorted((_decision(one) for one in told["alone"]), key=lambda one: (one.mode != "STOP", one.failed_step))
+        for one in alone:
+            self.record = self.record.with_fault(one.attempt, one.failed_step)
+        if self.channel.rank == 0:
+            if alone:
+                attempt("writing the run's record", lambda: self.folder.save(self.record))
+                attempt("rejecting checkpoints of failing hardware", self._reject_void)
+            attempt("putting decisions away", self.folder.take_decisions)
+        joint = None if told["joint"] is None else _decision(told["joint"])
+        if joint is None or (alone and alone[0].mode == "STOP"):
+            return alone[0] if alone else None
+        return joint
+
+    def _reject_void(self) -> None:
+        """For whoever reads manifests alone; a load asks the record. On the manifest writer."""
+        for manifest in self.durable.store.all()[0] if self.durable is not None else ():
+            open_to_it = manifest.state in ("CANDIDATE", "RECOVERY_VERIFIED")
+            if open_to_it and self.record.judgement(manifest.step, manifest.attempt) is TrustState.REJECTED:
+                assert self.durable is not None
+                self.durable.mark(manifest, TrustState.REJECTED, "made after the first sign of a hardware fault")
 
     def _tell_refused(self) -> None:
         for rank, refused in enumerate(self.channel.gather_json(self.local.refused)):
@@ -97,6 +123,7 @@ class Resumer:
                 {**manifest.model_dump(include={"step", "run_id", "topology_digest", "checkpoint_id", "state"}),
                  "load_failures": manifest.failures}
                 for manifest in self.durable.store.all()[0]
+                if self.record.judgement(manifest.step, manifest.attempt) is not TrustState.REJECTED
             ]  # fmt: skip
         own = [{**asdict(h), "state": h.state.value} for h in self.local.list()]
         told = self.channel.gather_json({"durable": durable, "holdings": own})
@@ -136,7 +163,9 @@ class Resumer:
             exclude_ranks=() if decision is None else decision.exclude_ranks,
             exclude_hosts=() if decision is None else decision.exclude_hosts,
         )
-        if decision is not None and decision.available and decision.step is not None:
+        # where a rank could not be asked, what it holds may be newer than what was decided, and as good
+        asked = decision is not None and decision.failure_kind != "inaccessible"
+        if decision is not None and asked and decision.available and decision.step is not None:
             at_most = [a for a in available if a.step <= decision.step]
             return select_recovery(failure, at_most)
         return select_recovery(failure, available)
@@ -178,3 +207,7 @@ class Resumer:
         self.record = self.record.model_copy(update={"loads": loads})
         if self.channel.rank == 0:
             attempt("writing the run's record", lambda: self.folder.save(self.record))
+
+
+def _decision(values: dict[str, Any]) -> RecoveryDecision:
+    return RecoveryDecision.model_validate_json(json.dumps(values, allow_nan=False))

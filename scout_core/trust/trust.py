@@ -334,13 +334,15 @@ class Trust:
         """The decision for a fatal fault of this rank's own hardware; None when trust is off. Local, in any thread.
 
         No collective is used: durable manifests are considered, and what all ranks were known to have on disk, if
-        it outlives `hosts`, which are to be left out as `ranks` are. `step` is the last one before the first sign. With
-        `taints` no later boundary of the job is certified.
+        it outlives `hosts`, which are to be left out as `ranks` are. `step` is the last one before the first sign: the
+        next attempt loads none of this one's that is later. With `taints` no later boundary of the job is certified.
         """
         self.tainted = self.tainted or taints
         if not self.enabled:
             return None
-        return self._select("inaccessible", step, False, exclude_ranks=ranks, exclude_hosts=hosts, lost=hosts)
+        decision = self._select("inaccessible", step, False, exclude_ranks=ranks, exclude_hosts=hosts, lost=hosts)
+        self._handover.offer_alone(decision)
+        return decision
 
     def _select(
         self,

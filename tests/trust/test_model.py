@@ -404,6 +404,43 @@ def test_a_step_whose_sampled_check_was_clean_falls_when_the_whole_catalog_finds
     life.teardown()
 
 
+@pytest.mark.parametrize("gemini", [True, False])
+@pytest.mark.parametrize("crash", [True, False])
+def test_what_was_certified_after_the_first_sign_of_a_hardware_fault_is_never_loaded(gemini: bool, crash: bool) -> None:
+    life = Life()
+    life.begins(dense=True, gemini=gemini, flush=gemini, goes_on=True)
+    for _ in range(3):
+        life.check(part=CATALOG, how="majority", slow=False, late=False)
+    for first_sign_after in (1, 2):
+        decision = life.trust.hardware_fault(first_sign_after, (0,), ("its host",), taints=True)
+        assert decision is not None and decision.step == (1 if first_sign_after == 1 else 2)
+    life.restarts(crash=crash, fewer=False, late=False)
+    followed = life.trust.last_decision
+    assert life.job.step == 1 and followed is not None and followed.exclude_hosts == ("its host",)
+    life.check(part=CATALOG, how="majority", slow=False, late=False)
+    life.restarts(crash=crash, fewer=False, late=False)
+    assert life.job.step == 2, "step 3 of the failing hardware is newer, and verified as far as it knew"
+    assert {(m.step, m.attempt): m.state for m in life.manifests().values()} == {
+        (1, 0): "RECOVERY_VERIFIED",
+        (2, 0): "REJECTED",
+        (3, 0): "REJECTED",
+        (2, 1): "RECOVERY_VERIFIED",
+    }
+    life.teardown()
+
+
+def test_a_hardware_fault_after_which_the_job_goes_on_being_certified_takes_nothing_back() -> None:
+    life = Life()
+    life.begins(dense=True, gemini=False, flush=False, goes_on=True)
+    for step in (1, 2):
+        life.check(part=CATALOG, how="majority", slow=False, late=False)
+        if step == 1:
+            life.trust.hardware_fault(0, (0,), (), taints=False)
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 2
+    life.teardown()
+
+
 def test_of_two_attempts_captures_of_one_step_the_verified_one_is_loaded() -> None:
     life = Life()
     life.begins(dense=False, gemini=True, flush=False, goes_on=False)

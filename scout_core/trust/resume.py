@@ -45,6 +45,8 @@ class Resumer:
     adapter: FrameworkAdapter
     io: CheckpointIo = unwatched
     problems: list[Problem] = field(default_factory=list)
+    tried: set[str | Complete] = field(default_factory=set)
+    """What failed in this attempt: a second try would count for nothing that the first did not show."""
 
     def run(self) -> Resumed:
         """Load the decided checkpoint, or the next that can be loaded. Every rank calls; many collectives."""
@@ -66,6 +68,7 @@ class Resumer:
                 logger.info("SCOUT: resumed from step %d (%s, %s)", wanted.step, wanted.mode, wanted.source)
                 loaded = (wanted.source, wanted.step, wanted.checkpoint_id)
                 return self._resumed(wanted.step, wanted, loaded=loaded, verified=verified)
+            self.tried.add(wanted.checkpoint_id or self._parts(wanted, complete))
             text = "; ".join(problems)
             self.problems.append(
                 Problem(step=wanted.step or 0, message=f"cannot be loaded: {text}", checkpoint_id=wanted.checkpoint_id)
@@ -118,17 +121,19 @@ class Resumer:
         """What could be loaded now: the writer's manifests and every rank's holdings."""
         durable: list[dict[str, Any]] = []
         if self.durable is not None and self.channel.rank == 0:
-            self.problems += self.durable.quarantine_failed()
+            # where that cannot be written down, selection refuses them all the same
+            self.problems += attempt("quarantining", self.durable.quarantine_failed).value or []
             durable = [
                 {**manifest.model_dump(include={"step", "run_id", "topology_digest", "checkpoint_id", "state"}),
                  "load_failures": manifest.failures}
                 for manifest in self.durable.store.all()[0]
                 if self.record.judgement(manifest.step, manifest.attempt) is not TrustState.REJECTED
+                and manifest.checkpoint_id not in self.tried
             ]  # fmt: skip
         own = [{**asdict(h), "state": h.state.value} for h in self.local.list()]
         told = self.channel.gather_json({"durable": durable, "holdings": own})
         holdings = [Holding(**{**one, "state": TrustState(one["state"])}) for rank in told for one in rank["holdings"]]
-        complete = complete_steps(holdings, self.channel.size)
+        complete = [one for one in complete_steps(holdings, self.channel.size) if one not in self.tried]
         found = [
             Available(source="durable", **{**one, "state": TrustState(one["state"])}) for one in told[0]["durable"]
         ]
@@ -175,16 +180,13 @@ class Resumer:
         if wanted.source == "durable":
             assert self.durable is not None and wanted.checkpoint_id is not None
             durable, checkpoint_id = self.durable, wanted.checkpoint_id
-            attempt("counting the load", lambda: durable.begin_load(checkpoint_id))
             state, problems = durable.load(checkpoint_id, {"step": 0, "state": self.adapter.training_state()})
             if problems:
                 return problems
         else:
             key = str(wanted.step)
             self._keep_loads({**self.record.loads, key: self.record.loads.get(key, 0) + 1})
-            fit = [c for c in complete if c.step == wanted.step and self._state(c) is not TrustState.REJECTED]
-            # two attempts may have captured one step: the decision is about the one that is verified
-            chosen = next((c for c in fit if self._state(c).value == wanted.mode), fit[0])
+            chosen = self._parts(wanted, complete)
             with self.io("read", "gemini"):
                 copy, problems = fetch(self.local, chosen, self.channel)
             if problems or copy is None:
@@ -195,6 +197,11 @@ class Resumer:
         outcome = attempt("putting the training state back", lambda: self._put_back(state, wanted.step))
         told = self.channel.gather_json(None if outcome.failure is None else outcome.failure.error)
         return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+
+    def _parts(self, wanted: RecoveryDecision, complete: list[Complete]) -> Complete:
+        fit = [c for c in complete if c.step == wanted.step and self._state(c) is not TrustState.REJECTED]
+        # two attempts may have captured one step: the decision is about the one that is verified
+        return next((c for c in fit if self._state(c).value == wanted.mode), fit[0])
 
     def _put_back(self, state: Any, step: int | None) -> None:
         if not isinstance(state, dict) or state.get("step") != step:

@@ -441,6 +441,55 @@ def test_a_hardware_fault_after_which_the_job_goes_on_being_certified_takes_noth
     life.teardown()
 
 
+def three_steps(**more: bool) -> Life:
+    """A life with three verified durable checkpoints."""
+    life = Life()
+    life.begins(dense=True, gemini=False, flush=False, goes_on=True, **more)
+    for _ in range(3):
+        life.check(part=CATALOG, how="majority", slow=False, late=False)
+    return life
+
+
+def test_checkpoints_that_cannot_be_seen_at_a_restart_are_not_taken_for_bad_ones() -> None:
+    life = three_steps()
+    for _ in range(3):
+        life.restarts(crash=True, fewer=False, late=True)
+        assert life.job.step == 0
+    assert [m.state for m in life.manifests().values()] == ["RECOVERY_VERIFIED"] * 3
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 3
+    life.teardown()
+
+
+def test_a_torn_checkpoint_is_tried_once_an_attempt_and_quarantined_by_the_second() -> None:
+    life = three_steps()
+    files = sorted((life.folder / "durable").rglob("*.pt"))
+    files[-1].write_bytes(files[-1].read_bytes()[:-1])
+    for state in ("RECOVERY_VERIFIED", "QUARANTINED"):
+        life.restarts(crash=True, fewer=False, late=False)
+        newest = max(life.manifests().values(), key=lambda m: m.step)
+        assert life.job.step == 2 and newest.state == state
+        life.trust._durable.proven(life.trust._loaded[2])  # type: ignore[union-attr,index]
+    life.teardown()
+
+
+@pytest.mark.timeout(60)
+def test_with_manifests_that_cannot_be_written_a_bad_checkpoint_is_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life = three_steps()
+    life.disk_damages_the_newest(bit=0)
+
+    def full(store: ManifestStore, manifest: Manifest) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ManifestStore, "write", full)
+    for _ in range(2):
+        life.restarts(crash=True, fewer=False, late=False)
+        assert life.job.step == 2
+    life.teardown()
+
+
 def test_of_two_attempts_captures_of_one_step_the_verified_one_is_loaded() -> None:
     life = Life()
     life.begins(dense=False, gemini=True, flush=False, goes_on=False)

@@ -71,7 +71,8 @@ def attach(
     `stateful` names what else a restart must restore (scheduler, sampler, scaler), `durable` the job's own checkpoints.
     When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
 
-    Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts.
+    Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts,
+    and `RuntimeError` when a load failed halfway and there is nothing else to load.
     Later only `ObserverLost` is raised into training, and `SystemExit` under `on_fault="restart"`.
     """
     settings = ScoutConfig.build(config, **overrides)
@@ -145,6 +146,7 @@ class Scout:
             failing.callback(self._oob.close)
             # what is loaded is checkpoint I/O too: its stalls are to be seen
             self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
+            failing.callback(self._trust.close)
             self.step_count = self._trust.resume() or adapter.first_step()
             failing.pop_all()
         if self._peers.rank == 0 or (self._peers.position == 0 and self._peers.size > 1):

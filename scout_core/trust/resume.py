@@ -47,9 +47,14 @@ class Resumer:
     problems: list[Problem] = field(default_factory=list)
     tried: set[str | Complete] = field(default_factory=set)
     """What failed in this attempt: a second try would count for nothing that the first did not show."""
+    mixed: bool = False
+    """Whether a load that failed on some rank has changed the live state of any."""
 
     def run(self) -> Resumed:
-        """Load the decided checkpoint, or the next that can be loaded. Every rank calls; many collectives."""
+        """Load the decided checkpoint, or the next that can be loaded. Every rank calls; many collectives.
+
+        Raises `RuntimeError` on every rank when nothing is left to load and the live state is no fresh one any more.
+        """
         decision = self._take_decision()
         if self.record.stopped or (decision is not None and decision.mode == "STOP"):
             logger.error("SCOUT: an earlier attempt decided to stop: %s", decision.reason if decision else "see log")
@@ -59,6 +64,11 @@ class Resumer:
             available, complete = self._look()
             wanted = self._choose(decision, available)
             if not wanted.available:
+                if self.mixed:
+                    raise RuntimeError(
+                        "nothing could be loaded whole, and the live state is in part that of a checkpoint that was "
+                        f"not; start the processes anew ({self.problems[-1].message})"
+                    )
                 logger.warning("SCOUT: training starts from scratch: %s", wanted.reason)
                 return self._resumed(0, wanted)
             problems = self._load(wanted, complete)
@@ -194,9 +204,21 @@ class Resumer:
                 self._keep_loads({**self.record.loads, key: self.record.loads[key] - 1})
                 return problems
             state = copy.load()
-        outcome = attempt("putting the training state back", lambda: self._put_back(state, wanted.step))
-        told = self.channel.gather_json(None if outcome.failure is None else outcome.failure.error)
-        return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        changed = True
+
+        def put_back() -> None:
+            nonlocal changed
+            try:
+                self._put_back(state, wanted.step)
+            except ValueError:  # the adapter's word that the live state is as it was
+                changed = False
+                raise
+
+        failure = attempt("putting the training state back", put_back).failure
+        told = self.channel.gather_json({"error": None if failure is None else failure.error, "changed": changed})
+        problems = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if one["error"] is not None]
+        self.mixed = bool(problems) and (self.mixed or any(one["changed"] for one in told))
+        return problems
 
     def _parts(self, wanted: RecoveryDecision, complete: list[Complete]) -> Complete:
         fit = [c for c in complete if c.step == wanted.step and self._state(c) is not TrustState.REJECTED]

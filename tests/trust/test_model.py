@@ -490,6 +490,25 @@ def test_with_manifests_that_cannot_be_written_a_bad_checkpoint_is_not_tried_for
     life.teardown()
 
 
+def test_a_load_that_fails_halfway_is_never_trained_on_as_if_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = three_steps()
+    broken = [3]
+    whole = Job.load_training_state
+
+    def halfway(job: Job, state: Any) -> None:
+        whole(job, state)
+        if state["step"] in broken:
+            raise RuntimeError("the optimizer refused its part")
+
+    monkeypatch.setattr(Job, "load_training_state", halfway)
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 2
+    broken.extend((1, 2))
+    with pytest.raises(RuntimeError, match="start the processes anew"):
+        life.restarts(crash=True, fewer=False, late=False)
+    life.teardown()
+
+
 def test_of_two_attempts_captures_of_one_step_the_verified_one_is_loaded() -> None:
     life = Life()
     life.begins(dense=False, gemini=True, flush=False, goes_on=False)

@@ -184,7 +184,10 @@ class FrameworkAdapter(ABC):
 
     @abstractmethod
     def load_training_state(self, state: Any) -> None:
-        """Put back what `training_state` gave, bit for bit. Called before the first step."""
+        """Put back what `training_state` gave, bit for bit. Called before the first step.
+
+        `ValueError` says that it does not fit and that nothing was changed; after any other error, all is taken to be.
+        """
 
     def first_step(self) -> int:
         """Optimizer steps before attach, where the framework loaded its own checkpoint: recipes go on rotating there.

@@ -47,6 +47,7 @@ from scout_core.trust.states import Outcome
 from scout_core.trust.trust import Trust
 
 T = TypeVar("T")
+_Certify = Callable[[int, ReplayResult | None], tuple[bool, RecoveryDecision | None]]
 
 
 def attach(
@@ -71,7 +72,8 @@ def attach(
     `stateful` names what else a restart must restore (scheduler, sampler, scaler), `durable` the job's own checkpoints.
     When `run_dir` holds a verified state of this run, it is loaded; train on from `scout.step_count`.
 
-    Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts.
+    Raises `ConfigError` for a configuration that cannot be used or that differs between ranks, before training starts,
+    and `RuntimeError` when a load failed halfway and there is nothing else to load.
     Later only `ObserverLost` is raised into training, and `SystemExit` under `on_fault="restart"`.
     """
     settings = ScoutConfig.build(config, **overrides)
@@ -145,6 +147,7 @@ class Scout:
             failing.callback(self._oob.close)
             # what is loaded is checkpoint I/O too: its stalls are to be seen
             self._trust = Trust(adapter, config, durable, catalog, self._tell_problem, self._oob.checkpoint_io)
+            failing.callback(self._trust.close)
             self.step_count = self._trust.resume() or adapter.first_step()
             failing.pop_all()
         if self._peers.rank == 0 or (self._peers.position == 0 and self._peers.size > 1):
@@ -183,17 +186,17 @@ class Scout:
         """
         if not self.active:
             raise RuntimeError("SCOUT is closed or its checks have stopped on this rank; see the log for the reason")
-        result = self._replay_all()
+        result = self._replay_all(self._trust.out_of_turn)
         if result is None:
             raise RuntimeError("the check failed on this rank and checks have stopped; see the log for the reason")
         attempt("reporting", lambda: self._publish(result))
         return result
 
-    def _replay_all(self) -> ReplayResult | None:
+    def _replay_all(self, certify: _Certify | None = None) -> ReplayResult | None:
         """The whole catalog, not reported yet."""
         self._manual_checks += 1
         plan = plan_all(self.step_count, self._manual_checks, self._replay, self._layers, self._available)
-        result = self._check(plan)
+        result = self._check(plan, certify)
         self._arm_next()  # the check took the hooks off that the coming step may be due to have
         return result
 
@@ -283,7 +286,7 @@ class Scout:
             self._tell_collector(found)
         self._oob.boundary(self.step_count)
         if self._plan is not None and applied():
-            self._check(self._plan)
+            self._check(self._plan, self._trust.boundary)
         else:
             self._recorder.disarm()
         self._arm_next()
@@ -312,11 +315,12 @@ class Scout:
             self.last_result = result = without_peers(self.step_count, self._peers.rank, recipes)
             attempt("reporting", lambda: self._publish(result))
 
-    def _check(self, plan: Plan) -> ReplayResult | None:
+    def _check(self, plan: Plan, certify: _Certify | None) -> ReplayResult | None:
+        """`certify` None: whoever asked for this check lets the ranks agree on it."""
         outcome = attempt("checking", lambda: self._runner.run(plan))
         self._recorder.disarm()
         self._trust.checked(outcome.value)
-        judged = None if plan.manual else attempt("certifying", lambda: self._trust.boundary(plan.step, outcome.value))
+        judged = None if certify is None else attempt("certifying", lambda: certify(plan.step, outcome.value))
         goes_on, decision = (judged.value if judged is not None else None) or (judged is None, None)
         if decision is not None:
             self._deliver_decision(decision)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,10 @@ class TrainingState:
         }
 
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """Put everything back. Raises `ValueError` naming what does not fit, before anything is changed."""
+        """Put everything back. Raises `ValueError` naming what does not fit, and then nothing is changed.
+
+        What may refuse its part goes first and is put back to what it was when another refuses.
+        """
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         for what, live in (("parameters", parameters), ("buffers", buffers), ("stateful", self._stateful)):
@@ -77,20 +81,32 @@ class TrainingState:
             own = local_part(tensor)
             if kept.shape != own.shape or kept.dtype != own.dtype:
                 raise ValueError(f"{name} is {own.dtype} {tuple(own.shape)}, saved {kept.dtype} {tuple(kept.shape)}")
+        self._load_what_may_refuse(self._distributed_again(state["optimizer"], state["sharded"]), state["stateful"])
         with torch.no_grad():
             for name, parameter in parameters.items():
                 local_part(parameter).copy_(state["parameters"][name])
             for name, buffer in buffers.items():
                 local_part(buffer).copy_(state["buffers"][name])
-        self._optimizer.load_state_dict(self._distributed_again(state["optimizer"], state["sharded"]))
-        for name, item in self._stateful.items():
-            item.load_state_dict(state["stateful"][name])
         for name, scheduler in self._schedulers.items():
             self._owed[name] = bool(state["owed"].get(name, False))
             if self._owed[name]:
                 scheduler.step()
         self._begin(int(state["steps"]))
         _restore_generators(state["rng"])
+
+    def _load_what_may_refuse(self, optimizer: Mapping[str, Any], stateful: Mapping[str, Any]) -> None:
+        before = self._optimizer.state_dict()
+        own = {name: _copied(item.state_dict()) for name, item in self._stateful.items()}
+        reached: list[Callable[[], None]] = [lambda: self._optimizer.load_state_dict(before)]
+        try:
+            self._optimizer.load_state_dict(dict(optimizer))
+            for name, item in self._stateful.items():
+                reached.append(partial(item.load_state_dict, own[name]))
+                item.load_state_dict(stateful[name])
+        except Exception as error:
+            for undo in reached:
+                undo()
+            raise ValueError(f"a part of the state was refused: {type(error).__name__}: {error}") from error
 
     def _sharded(self) -> dict[int, list[str]]:
         """By place of the parameter among the optimizer's, the entries of its state that are DTensors."""

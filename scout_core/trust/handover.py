@@ -23,6 +23,13 @@ class HandOver:
         self._grace_s = grace_s
         self._io = io
         self._pending = False
+        self._alone: RecoveryDecision | None = None
+
+    def offer_alone(self, decision: RecoveryDecision) -> None:
+        """Leave what this rank decided without asking another; of several, what goes back furthest. In any thread."""
+        if self._alone is None or decision.failed_step < self._alone.failed_step:
+            self._alone = decision
+            attempt("writing this rank's decision", lambda: self._folder.decide(decision, self._channel.rank))
 
     def offer(self, decision: RecoveryDecision) -> None:
         """Leave the decision for the attempt that may follow; flush what it recommends. Every rank calls; local."""
@@ -37,6 +44,9 @@ class HandOver:
         if self._pending and self._writer:
             attempt("taking the decision back", self._folder.withdraw)
         self._pending = False
+        if self._alone is not None:
+            attempt("taking this rank's decision back", lambda: self._folder.withdraw(self._channel.rank))
+        self._alone = None
 
     def leave(self, record: RunRecord, decision: RecoveryDecision) -> None:
         """Write the decision, flush, and end this process. Every rank calls; one all-gather.

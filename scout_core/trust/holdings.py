@@ -33,12 +33,13 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """A step of which every rank's part is in reach, and who holds which. `state` is the least trusted part's."""
+    """A step of which every rank's part is in reach; who holds which, how near. `state`: the least trusted part's."""
 
     step: int
     attempt: int
     state: TrustState
     holders: tuple[int, ...]
+    nearness: tuple[int, ...] = ()
 
 
 def complete_steps(holdings: Sequence[Holding], world_size: int) -> list[Complete]:
@@ -56,7 +57,8 @@ def complete_steps(holdings: Sequence[Holding], world_size: int) -> list[Complet
             continue
         state = min((part.state for part in parts.values()), key=_TRUST_ORDER.index)
         holders = tuple(parts[owner].holder for owner in range(world_size))
-        complete.append(Complete(step=step, attempt=attempt, state=state, holders=holders))
+        nearness = tuple(parts[owner].nearness for owner in range(world_size))
+        complete.append(Complete(step=step, attempt=attempt, state=state, holders=holders, nearness=nearness))
     return sorted(complete, key=lambda c: (c.step, c.attempt), reverse=True)
 
 

@@ -141,6 +141,12 @@ def await_visible(
         sleep(_POLL_S)
 
 
+def torn(folder: Path, files: Sequence[ManifestFile]) -> list[str]:
+    """What is there and has another size than was written, which is damage and not lateness."""
+    seen = [file for file in files if (folder / file.path).exists()]
+    return [text for file in seen if (text := _absence(folder, file)) is not None]
+
+
 def _absence(folder: Path, file: ManifestFile) -> str | None:
     path = folder / file.path
     try:

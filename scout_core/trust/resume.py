@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,9 +45,16 @@ class Resumer:
     adapter: FrameworkAdapter
     io: CheckpointIo = unwatched
     problems: list[Problem] = field(default_factory=list)
+    tried: set[str | Complete] = field(default_factory=set)
+    """What failed in this attempt: a second try would count for nothing that the first did not show."""
+    mixed: bool = False
+    """Whether a load that failed on some rank has changed the live state of any."""
 
     def run(self) -> Resumed:
-        """Load the decided checkpoint, or the next that can be loaded. Every rank calls; many collectives."""
+        """Load the decided checkpoint, or the next that can be loaded. Every rank calls; many collectives.
+
+        Raises `RuntimeError` on every rank when nothing is left to load and the live state is no fresh one any more.
+        """
         decision = self._take_decision()
         if self.record.stopped or (decision is not None and decision.mode == "STOP"):
             logger.error("SCOUT: an earlier attempt decided to stop: %s", decision.reason if decision else "see log")
@@ -56,6 +64,11 @@ class Resumer:
             available, complete = self._look()
             wanted = self._choose(decision, available)
             if not wanted.available:
+                if self.mixed:
+                    raise RuntimeError(
+                        "nothing could be loaded whole, and the live state is in part that of a checkpoint that was "
+                        f"not; start the processes anew ({self.problems[-1].message})"
+                    )
                 logger.warning("SCOUT: training starts from scratch: %s", wanted.reason)
                 return self._resumed(0, wanted)
             problems = self._load(wanted, complete)
@@ -65,6 +78,7 @@ class Resumer:
                 logger.info("SCOUT: resumed from step %d (%s, %s)", wanted.step, wanted.mode, wanted.source)
                 loaded = (wanted.source, wanted.step, wanted.checkpoint_id)
                 return self._resumed(wanted.step, wanted, loaded=loaded, verified=verified)
+            self.tried.add(wanted.checkpoint_id or self._parts(wanted, complete))
             text = "; ".join(problems)
             self.problems.append(
                 Problem(step=wanted.step or 0, message=f"cannot be loaded: {text}", checkpoint_id=wanted.checkpoint_id)
@@ -74,14 +88,39 @@ class Resumer:
         return Resumed(step=step, record=self.record, decision=decision, problems=self.problems, **more)
 
     def _take_decision(self) -> RecoveryDecision | None:
+        """What earlier attempts decided, together or on ranks that asked no other; these void what came later."""
         told: Any = None
         if self.channel.rank == 0:
-            taken, problem = self.folder.take_decision(self.record.run_id)
-            told = {"decision": None if taken is None else taken.model_dump_json(), "problem": problem}
+            joint, alone, refused = self.folder.read_decisions(self.record.run_id)
+            decisions = [one.model_dump(mode="json") for one in alone]
+            told = {
+                "joint": None if joint is None else joint.model_dump(mode="json"),
+                "alone": decisions,
+                "refused": refused,
+            }
         told = self.channel.gather_json(told)[0]
-        if told["problem"] is not None:
-            self.problems.append(Problem(step=0, message=f"the decision file is refused: {told['problem']}"))
-        return None if told["decision"] is None else RecoveryDecision.model_validate_json(told["decision"])
+        for text in told["refused"]:
+            self.problems.append(Problem(step=0, message=f"the decision file is refused: {text}"))
+        alone = sorted((_decision(one) for one in told["alone"]), key=lambda one: (one.mode != "STOP", one.failed_step))
+        for one in alone:
+            self.record = self.record.with_fault(one.attempt, one.failed_step)
+        if self.channel.rank == 0:
+            if alone:
+                attempt("writing the run's record", lambda: self.folder.save(self.record))
+                attempt("rejecting checkpoints of failing hardware", self._reject_void)
+            attempt("putting decisions away", self.folder.take_decisions)
+        joint = None if told["joint"] is None else _decision(told["joint"])
+        if joint is None or (alone and alone[0].mode == "STOP"):
+            return alone[0] if alone else None
+        return joint
+
+    def _reject_void(self) -> None:
+        """For whoever reads manifests alone; a load asks the record. On the manifest writer."""
+        for manifest in self.durable.store.all()[0] if self.durable is not None else ():
+            open_to_it = manifest.state in ("CANDIDATE", "RECOVERY_VERIFIED")
+            if open_to_it and self.record.judgement(manifest.step, manifest.attempt) is TrustState.REJECTED:
+                assert self.durable is not None
+                self.durable.mark(manifest, TrustState.REJECTED, "made after the first sign of a hardware fault")
 
     def _tell_refused(self) -> None:
         for rank, refused in enumerate(self.channel.gather_json(self.local.refused)):
@@ -92,16 +131,19 @@ class Resumer:
         """What could be loaded now: the writer's manifests and every rank's holdings."""
         durable: list[dict[str, Any]] = []
         if self.durable is not None and self.channel.rank == 0:
-            self.problems += self.durable.quarantine_failed()
+            # where that cannot be written down, selection refuses them all the same
+            self.problems += attempt("quarantining", self.durable.quarantine_failed).value or []
             durable = [
                 {**manifest.model_dump(include={"step", "run_id", "topology_digest", "checkpoint_id", "state"}),
                  "load_failures": manifest.failures}
                 for manifest in self.durable.store.all()[0]
+                if self.record.judgement(manifest.step, manifest.attempt) is not TrustState.REJECTED
+                and manifest.checkpoint_id not in self.tried
             ]  # fmt: skip
         own = [{**asdict(h), "state": h.state.value} for h in self.local.list()]
         told = self.channel.gather_json({"durable": durable, "holdings": own})
         holdings = [Holding(**{**one, "state": TrustState(one["state"])}) for rank in told for one in rank["holdings"]]
-        complete = complete_steps(holdings, self.channel.size)
+        complete = [one for one in complete_steps(holdings, self.channel.size) if one not in self.tried]
         found = [
             Available(source="durable", **{**one, "state": TrustState(one["state"])}) for one in told[0]["durable"]
         ]
@@ -136,7 +178,9 @@ class Resumer:
             exclude_ranks=() if decision is None else decision.exclude_ranks,
             exclude_hosts=() if decision is None else decision.exclude_hosts,
         )
-        if decision is not None and decision.available and decision.step is not None:
+        # where a rank could not be asked, what it holds may be newer than what was decided, and as good
+        asked = decision is not None and decision.failure_kind != "inaccessible"
+        if decision is not None and asked and decision.available and decision.step is not None:
             at_most = [a for a in available if a.step <= decision.step]
             return select_recovery(failure, at_most)
         return select_recovery(failure, available)
@@ -146,16 +190,13 @@ class Resumer:
         if wanted.source == "durable":
             assert self.durable is not None and wanted.checkpoint_id is not None
             durable, checkpoint_id = self.durable, wanted.checkpoint_id
-            attempt("counting the load", lambda: durable.begin_load(checkpoint_id))
             state, problems = durable.load(checkpoint_id, {"step": 0, "state": self.adapter.training_state()})
             if problems:
                 return problems
         else:
             key = str(wanted.step)
             self._keep_loads({**self.record.loads, key: self.record.loads.get(key, 0) + 1})
-            fit = [c for c in complete if c.step == wanted.step and self._state(c) is not TrustState.REJECTED]
-            # two attempts may have captured one step: the decision is about the one that is verified
-            chosen = next((c for c in fit if self._state(c).value == wanted.mode), fit[0])
+            chosen = self._parts(wanted, complete)
             with self.io("read", "gemini"):
                 copy, problems = fetch(self.local, chosen, self.channel)
             if problems or copy is None:
@@ -163,9 +204,26 @@ class Resumer:
                 self._keep_loads({**self.record.loads, key: self.record.loads[key] - 1})
                 return problems
             state = copy.load()
-        outcome = attempt("putting the training state back", lambda: self._put_back(state, wanted.step))
-        told = self.channel.gather_json(None if outcome.failure is None else outcome.failure.error)
-        return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        changed = True
+
+        def put_back() -> None:
+            nonlocal changed
+            try:
+                self._put_back(state, wanted.step)
+            except ValueError:  # the adapter's word that the live state is as it was
+                changed = False
+                raise
+
+        failure = attempt("putting the training state back", put_back).failure
+        told = self.channel.gather_json({"error": None if failure is None else failure.error, "changed": changed})
+        problems = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if one["error"] is not None]
+        self.mixed = bool(problems) and (self.mixed or any(one["changed"] for one in told))
+        return problems
+
+    def _parts(self, wanted: RecoveryDecision, complete: list[Complete]) -> Complete:
+        fit = [c for c in complete if c.step == wanted.step and self._state(c) is not TrustState.REJECTED]
+        # two attempts may have captured one step: the decision is about the one that is verified
+        return next((c for c in fit if self._state(c).value == wanted.mode), fit[0])
 
     def _put_back(self, state: Any, step: int | None) -> None:
         if not isinstance(state, dict) or state.get("step") != step:
@@ -178,3 +236,7 @@ class Resumer:
         self.record = self.record.model_copy(update={"loads": loads})
         if self.channel.rank == 0:
             attempt("writing the run's record", lambda: self.folder.save(self.record))
+
+
+def _decision(values: dict[str, Any]) -> RecoveryDecision:
+    return RecoveryDecision.model_validate_json(json.dumps(values, allow_nan=False))

@@ -29,7 +29,8 @@ class RunRecord(BaseModel):
     """What outlives an attempt. `loads` counts failed loads of GEMINI steps, `failed_step` where it last went wrong.
 
     `judged` says what became of GEMINI captures after they were written, by `step@attempt`. It is one record for the
-    whole job, so that no restart finds a step promoted on some ranks and not on others.
+    whole job, so that no restart finds a step promoted on some ranks and not on others. `void_after` says by attempt
+    after which step its captures count no more, since the hardware had shown the first sign of a fault.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -42,10 +43,13 @@ class RunRecord(BaseModel):
     failed_step: int = Field(default=0, ge=0)
     loads: dict[str, int] = Field(default_factory=dict)
     judged: dict[str, Literal["RECOVERY_VERIFIED", "REJECTED"]] = Field(default_factory=dict)
+    void_after: dict[str, int] = Field(default_factory=dict)
     stopped: bool = False
 
     def judgement(self, step: int, attempt: int) -> TrustState | None:
         """What became of the capture of a step in an attempt; None: what its shards say."""
+        if step > self.void_after.get(str(attempt), step):
+            return TrustState.REJECTED
         found = self.judged.get(f"{step}@{attempt}")
         return None if found is None else TrustState(found)
 
@@ -54,9 +58,18 @@ class RunRecord(BaseModel):
         judged = {**self.judged, **{f"{step}@{self.attempt}": state.value for step in steps}}
         return self.model_validate({**self.model_dump(), "judged": dict(list(judged.items())[-_JUDGED:])})
 
+    def with_fault(self, attempt: int, step: int) -> RunRecord:
+        """The record after hardware whose first sign of a fault came after `step` of an attempt. Bounded."""
+        key = str(attempt)
+        void = {**self.void_after, key: min(step, self.void_after.get(key, step))}
+        return self.model_copy(update={"void_after": dict(list(void.items())[-_JUDGED:])})
+
 
 class RunFolder:
-    """`run.json` and `decision.json` under a run's folder. Written by the manifest writer alone."""
+    """`run.json` and `decision.json` under a run's folder, written by the manifest writer alone.
+
+    Beside them stand decisions of ranks that could ask no other, each written by its rank: `decision-rank-N.json`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -121,24 +134,38 @@ class RunFolder:
         """Publish the record. Raises `OSError`."""
         write_record(self.run_path, record)
 
-    def decide(self, decision: RecoveryDecision) -> None:
-        """Publish the decision for the next attempt. Raises `OSError`."""
-        write_record(self.decision_path, decision)
+    def decide(self, decision: RecoveryDecision, rank: int | None = None) -> None:
+        """Publish the decision for the next attempt; `rank`: of a rank that asked no other. Raises `OSError`."""
+        write_record(self._path(rank), decision)
 
-    def withdraw(self) -> None:
+    def withdraw(self, rank: int | None = None) -> None:
         """Take a decision back: the job went on without a restart. Raises `OSError`."""
-        self.decision_path.unlink(missing_ok=True)
+        self._path(rank).unlink(missing_ok=True)
 
-    def take_decision(self, run_id: str) -> tuple[RecoveryDecision | None, str | None]:
-        """The decision an earlier attempt left, taken away so that it serves once; or why it is refused."""
-        if not self.decision_path.exists():
-            return None, None
-        try:
-            decision = read_record(self.decision_path, RecoveryDecision)
-            if decision.run_id != run_id:
-                return None, f"{self.decision_path}: belongs to run {decision.run_id}"
-            return decision, None
-        except UntrustedFile as error:
-            return None, str(error)
-        finally:
-            self.decision_path.replace(self.decision_path.with_name("decision.taken.json"))
+    def read_decisions(self, run_id: str) -> tuple[RecoveryDecision | None, list[RecoveryDecision], list[str]]:
+        """The decision an earlier attempt left, those of ranks that asked no other, and why others are refused."""
+        joint, alone, problems = None, [], []
+        for path in self._decisions():
+            try:
+                decision = read_record(path, RecoveryDecision)
+                if decision.run_id != run_id:
+                    problems.append(f"{path}: belongs to run {decision.run_id}")
+                elif path == self.decision_path:
+                    joint = decision
+                else:
+                    alone.append(decision)
+            except UntrustedFile as error:
+                problems.append(str(error))
+        return joint, alone, problems
+
+    def take_decisions(self) -> None:
+        """Put away what `read_decisions` read, so that it serves once. Raises `OSError`."""
+        for path in self._decisions():
+            path.replace(path.with_name(f"{path.stem}.taken.json"))
+
+    def _path(self, rank: int | None) -> Path:
+        return self.decision_path if rank is None else self.folder / f"decision-rank-{rank:05d}.json"
+
+    def _decisions(self) -> list[Path]:
+        alone = sorted(path for path in self.folder.glob("decision-rank-*.json") if path.suffixes == [".json"])
+        return [*([self.decision_path] if self.decision_path.exists() else []), *alone]

@@ -17,7 +17,7 @@ from scout_core.trust.durable import (
     unwatched,
 )
 from scout_core.trust.files import UntrustedFile
-from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, await_visible, describe, verify
+from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, await_visible, describe, torn, verify
 from scout_core.trust.states import LOAD_FAILURES_ALLOWED, TrustState
 
 
@@ -120,7 +120,7 @@ class DurableTier:
         return [] if error is None else [self._problem(context, f"not committed, stays unproven: {error}", ())]
 
     def settle(self, state: TrustState, steps: Sequence[int], reason: str) -> None:
-        """Promote or reject this attempt's candidates at `steps`. Local to the manifest writer.
+        """Promote this attempt's candidates at `steps`, or reject what it saved there. Local to the manifest writer.
 
         An earlier attempt's candidate of the same step is another state: what later cycles found does not speak of it.
         """
@@ -129,7 +129,10 @@ class DurableTier:
         here = (self._lineage.run_id, self._lineage.attempt)
         for manifest in self.store.all()[0]:
             own = (manifest.run_id, manifest.attempt) == here
-            if own and manifest.step in steps and manifest.state == "CANDIDATE":
+            open_to_it = manifest.state == "CANDIDATE" or (
+                state is TrustState.REJECTED and manifest.state == "RECOVERY_VERIFIED"
+            )
+            if own and manifest.step in steps and open_to_it:
                 if state is TrustState.RECOVERY_VERIFIED and (manifest.reason or verify(manifest)):
                     continue  # it never was whole
                 self.mark(manifest, state, reason)
@@ -166,7 +169,8 @@ class DurableTier:
         of the callback.
 
         The manifest writer tells the manifest, since its file may not be visible to other hosts yet; each rank waits
-        up to `visibility_s` for all files, since frameworks read more than their own, and verifies its own.
+        up to `visibility_s` for all files, since frameworks read more than their own, and verifies its own. From then
+        on the load counts as failed until `proven`: what cannot be seen was not damaged, and may be back next time.
         """
         known = attempt("reading a manifest", lambda: self.store.read(checkpoint_id)) if self._writer else Outcome()
         told = self._channel.gather_json(
@@ -177,11 +181,16 @@ class DurableTier:
             return None, [f"rank 0: {told['error']}"]
         manifest = Manifest.model_validate_json(told["manifest"])
 
+        own = [file for file in manifest.files if file.rank == self._channel.rank]
+        folder = Path(manifest.folder)
+        late = await_visible(folder, manifest.files, self._config.visibility_s, content=False)
+        seen = self._channel.gather_json({"late": "; ".join(late[:4]), "torn": bool(torn(folder, own))})
+        if not any(one["torn"] for one in seen) and any(one["late"] for one in seen):
+            return None, [f"rank {rank}: {one['late']}" for rank, one in enumerate(seen) if one["late"]]
+        attempt("counting the load", lambda: self.begin_load(checkpoint_id))
+
         def read() -> Manifest:
-            own = [file for file in manifest.files if file.rank == self._channel.rank]
-            folder = Path(manifest.folder)
-            problems = await_visible(folder, manifest.files, self._config.visibility_s, content=False)
-            problems = problems or verify(manifest.model_copy(update={"files": tuple(own), "world_size": 0}))
+            problems = late or verify(manifest.model_copy(update={"files": tuple(own), "world_size": 0}))
             if not own:
                 problems = [f"the shard of rank {self._channel.rank} is missing"]
             if problems:

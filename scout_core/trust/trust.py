@@ -177,6 +177,29 @@ class Trust:
         """The worst that checks of the state after `step` came to on this rank; None unless the newest was one."""
         return self._seen[1] if self._seen is not None and self._seen[0] == step else None
 
+    def out_of_turn(self, step: int, result: ReplayResult | None) -> tuple[bool, None]:
+        """After a check that certifies nothing: agree on what it found. Every rank calls; one all-gather.
+
+        Corruption takes back what was certified at this very step by a check that looked elsewhere. Returns what
+        `boundary` does, without a decision: the caller asked for a check, and may ask for one.
+        """
+        if not self.enabled:
+            return result is not None, None
+        own = Vote(step=step, outcome=outcome_of(result), broken=result is None)
+        verdict = agree([Vote.decode(row) for row in self._channel.gather(own.encode())])
+        if verdict.outcome is Outcome.SDC:
+            self._revoke(step)
+        return not verdict.broken_ranks, None
+
+    def _revoke(self, step: int) -> None:
+        """Corruption was found in the state after `step`, whatever was said of it before. On every rank alike."""
+        self.tainted = True
+        before = self._book
+        self._book, change = advance(before, self._rules, Boundary(step=step, outcome=Outcome.SDC))
+        self._covered = frozenset()
+        self._judged(change, before)
+        self._settle(step, change)
+
     def _vote(self, step: int, result: ReplayResult | None) -> Vote:
         outcome = outcome_of(result)
         if self.tainted and outcome.accepts:
@@ -204,7 +227,7 @@ class Trust:
 
     def _judged(self, change: Change, before: TrustBook) -> None:
         """Write down what became of earlier captures, for the whole job at once."""
-        gone = [step for step in change.rejected if step in before.unproven()]
+        gone = [step for step in change.rejected if step in before.states]
         record = self._record
         for state, steps in ((TrustState.RECOVERY_VERIFIED, change.promoted), (TrustState.REJECTED, gone)):
             record = record.with_judgement(state, steps) if steps else record
@@ -218,12 +241,15 @@ class Trust:
             return state
         return self._record.judgement(step, attempt)
 
-    def _apply(self, step: int, change: Change, verdict: JobVerdict) -> None:
+    def _settle(self, step: int, change: Change) -> None:
         if self._durable is not None:
             if change.promoted:
                 self._durable.settle(TrustState.RECOVERY_VERIFIED, change.promoted, "")
             if change.rejected:
                 self._durable.settle(TrustState.REJECTED, change.rejected, f"corruption found at step {step}")
+
+    def _apply(self, step: int, change: Change, verdict: JobVerdict) -> None:
+        self._settle(step, change)
         if not change.capture:
             return
         self._prove(step)
@@ -294,6 +320,8 @@ class Trust:
             return self._select(kind, step, False)
         if kind in ("hang", "uncertain"):
             emergency = replay_in_emergency(self._channel, step, replay)
+            if emergency.word == "sdc":
+                self._revoke(step)
             hosts = tuple(dict.fromkeys(self._hosts[rank] for rank in emergency.ranks))
             decision = self._select(kind, step, True, emergency, exclude_ranks=emergency.ranks, exclude_hosts=hosts)
         else:
@@ -307,13 +335,15 @@ class Trust:
         """The decision for a fatal fault of this rank's own hardware; None when trust is off. Local, in any thread.
 
         No collective is used: durable manifests are considered, and what all ranks were known to have on disk, if
-        it outlives `hosts`, which are to be left out as `ranks` are. `step` is the last one before the first sign. With
-        `taints` no later boundary of the job is certified.
+        it outlives `hosts`, which are to be left out as `ranks` are. `step` is the last one before the first sign: the
+        next attempt loads none of this one's that is later. With `taints` no later boundary of the job is certified.
         """
         self.tainted = self.tainted or taints
         if not self.enabled:
             return None
-        return self._select("inaccessible", step, False, exclude_ranks=ranks, exclude_hosts=hosts, lost=hosts)
+        decision = self._select("inaccessible", step, False, exclude_ranks=ranks, exclude_hosts=hosts, lost=hosts)
+        self._handover.offer_alone(decision)
+        return decision
 
     def _select(
         self,

@@ -198,7 +198,7 @@ def test_a_record_that_is_no_file_of_this_run_begins_a_new_lineage(tmp_path: Pat
     again, known_again, _ = folder.begin()
     assert not known and known_again and again.run_id == first.run_id and again.attempt == 1
     folder.decide(decision(run_id="foreign"))
-    taken, problem = folder.take_decision(first.run_id)
+    taken, _, (problem,) = folder.read_decisions(first.run_id)
     assert taken is None and problem is not None and "foreign" in problem
     folder.run_path.write_bytes(b"{}")
     other, known, problem = folder.begin()
@@ -208,8 +208,10 @@ def test_a_record_that_is_no_file_of_this_run_begins_a_new_lineage(tmp_path: Pat
 def test_a_decision_serves_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.decide(decision())
-    assert folder.take_decision("run")[0] == decision()
-    assert folder.take_decision("run") == (None, None)
+    folder.decide(decision(), rank=2)
+    assert folder.read_decisions("run") == (decision(), [decision()], [])
+    folder.take_decisions()
+    assert folder.read_decisions("run") == (None, [], [])
 
 
 def test_a_kill_in_a_write_leaves_the_old_record_or_the_new(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ class Job:
 
     def __init__(self, place: int) -> None:
         self.place, self.step, self.corrupt = place, 0, ""
+        self.serial, self.fresh = 0, False  # which boundary's state this is, and whether it was made in this attempt
         self.wrong: list[str] = []  # what was raised here would be taken for one more bad load
 
     def layout(self) -> Any:
@@ -130,26 +131,35 @@ class Job:
 
     def training_state(self) -> Any:
         weight = torch.full((64,), float(self.step))
-        return {"place": self.place, "step": self.step, "corrupt": self.corrupt, "weight": weight}
+        named = {"place": self.place, "step": self.step, "corrupt": self.corrupt, "serial": self.serial}
+        return {**named, "weight": weight}
 
     def load_training_state(self, state: Any) -> None:
         if state["place"] != self.place:
             self.wrong.append("a state of another topology was loaded")
         if not torch.equal(state["weight"], torch.full((64,), float(state["step"]))):
             self.wrong.append("a torn state was loaded")
-        self.step, self.corrupt = state["step"], state["corrupt"]
+        self.step, self.corrupt, self.serial = state["step"], state["corrupt"], state["serial"]
 
 
 class Life(RuleBasedStateMachine):
     """A run and all its attempts."""
 
-    @initialize(dense=st.booleans(), gemini=st.booleans(), flush=st.booleans(), goes_on=st.booleans())
-    def begins(self, dense: bool, gemini: bool, flush: bool, goes_on: bool) -> None:
-        """`goes_on`: after corruption was found the job is not restarted; it spreads until all ranks hold it alike."""
-        self.dense, self.goes_on = dense, goes_on
+    @initialize(
+        dense=st.booleans(), gemini=st.booleans(), flush=st.booleans(), goes_on=st.booleans(), sampled=st.booleans()
+    )
+    def begins(self, dense: bool, gemini: bool, flush: bool, goes_on: bool, sampled: bool = False) -> None:
+        """`goes_on`: after corruption was found the job is not restarted; it spreads until all ranks hold it alike.
+
+        `sampled`: under the dense rule, a check sees a part of the catalog. Such a rule trusts what no check has seen,
+        so only what some check did see is held against it.
+        """
+        self.dense, self.goes_on, self.sampled = dense, goes_on, sampled and dense
         self.folder = Path(tempfile.mkdtemp(dir=_MEMORY if _MEMORY.is_dir() else None))
         self.callbacks = Dying()
-        self.contaminated: set[str] = set()
+        self.saved: dict[str, tuple[int, bool]] = {}
+        self.serial = 0
+        self.found: set[int] = set()
         self.config = ScoutConfig.build(
             run_dir=self.folder,
             gemini=gemini,
@@ -168,7 +178,8 @@ class Life(RuleBasedStateMachine):
         step = self.trust.resume()
         assert step == self.job.step and not self.job.wrong, self.job.wrong
         decision = self.trust.last_decision
-        if step and (decision is None or decision.mode != "GEMINI"):
+        assert self.job.serial not in self.found, "a state was loaded in which a check had found corruption"
+        if step and (decision is None or decision.mode != "GEMINI") and not self.sampled:
             assert not self.job.corrupt, "a contaminated state was loaded"
 
     @rule(
@@ -179,7 +190,7 @@ class Life(RuleBasedStateMachine):
     )
     def check(self, part: tuple[str, ...], how: str, slow: bool, late: bool) -> None:
         """A check that sees corruption if it looks there; the files of a save may be late for the manifest writer."""
-        part = CATALOG if self.dense else part
+        part = CATALOG if self.dense and not self.sampled else part
         seen = CORRUPT[how] if self.job.corrupt in part else None
         stragglers = {"straggler_bitmap": (False, True, False, False)} if slow and seen is None else {}
         self.boundary(lambda step: told(step, part, seen, **stragglers), late=late)
@@ -192,6 +203,8 @@ class Life(RuleBasedStateMachine):
 
     def boundary(self, result: Any, late: bool = False) -> None:
         self.job.step += 1
+        self.serial += 1
+        self.job.serial, self.job.fresh = self.serial, True
 
         def hidden(name: str) -> bool:  # from the manifest writer, not from the rank that wrote it
             frames = traceback.walk_stack(None) if name.endswith(".pt") else ()
@@ -222,12 +235,30 @@ class Life(RuleBasedStateMachine):
     def note(self, before: dict[str, Manifest]) -> list[Manifest]:
         """What was saved since `before`, which is as corrupt as the job is."""
         saved = [manifest for key, manifest in self.manifests().items() if key not in before]
-        if self.job.corrupt:
-            self.contaminated |= {manifest.checkpoint_id for manifest in saved}
+        self.saved |= {m.checkpoint_id: (self.job.serial, bool(self.job.corrupt)) for m in saved}
         return saved
+
+    @property
+    def contaminated(self) -> set[str]:
+        """Durable checkpoints that must not be trusted."""
+        seen = self.sampled
+        return {key for key, (serial, bad) in self.saved.items() if serial in self.found or (bad and not seen)}
+
+    def whole_catalog(self) -> ReplayResult:
+        """A check out of turn. What it finds in a loaded state may have come since: its failed loads count instead."""
+        seen = CORRUPT["majority"] if self.job.corrupt in CATALOG else None
+        if seen is not None and self.job.fresh:
+            self.found.add(self.job.serial)
+        return told(self.job.step, CATALOG, seen)
 
     def manifests(self) -> dict[str, Manifest]:
         return {m.checkpoint_id: m for m in ManifestStore(self.folder / "manifests").all()[0]}
+
+    @rule()
+    def check_now(self) -> None:
+        result = self.whole_catalog()
+        self.trust.checked(result)
+        self.trust.out_of_turn(self.job.step, result)
 
     @rule(where=st.sampled_from(CATALOG))
     def corrupts(self, where: str) -> None:
@@ -264,9 +295,8 @@ class Life(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["hang", "uncertain", "straggler", "sdc"]), restart=st.booleans())
     def asks(self, kind: Any, restart: bool) -> None:
         """`prepare_recovery` with all ranks accessible: the replay finds what there is to find."""
-        seen = CORRUPT["majority"] if self.job.corrupt in CATALOG else None
-        decision = self.trust.prepare(kind, self.job.step, True, lambda: told(self.job.step, CATALOG, seen))
-        if kind == "sdc" or (seen is not None and kind != "straggler"):
+        decision = self.trust.prepare(kind, self.job.step, True, self.whole_catalog)
+        if kind == "sdc" or (self.job.corrupt in CATALOG and kind != "straggler"):
             assert decision.mode != "GEMINI"
         assert decision.mode == "GEMINI" or decision.checkpoint_id not in self.contaminated
         if restart:
@@ -347,6 +377,135 @@ def test_corruption_that_a_check_out_of_turn_found_counts_too() -> None:
     life.trust.checked(told(0, CATALOG, CORRUPT["majority"]))
     life.cycle(order=CATALOG, corrupts=False, how="majority")
     assert not life.manifests()
+    life.teardown()
+
+
+@pytest.mark.parametrize("asked", ["check_now", "hang"])
+@pytest.mark.parametrize("gemini", [True, False])
+def test_a_step_whose_sampled_check_was_clean_falls_when_the_whole_catalog_finds_corruption_in_it(
+    gemini: bool, asked: str
+) -> None:
+    life = Life()
+    life.begins(dense=True, gemini=gemini, flush=gemini, goes_on=True, sampled=True)
+    life.check(part=("embedding",), how="majority", slow=False, late=False)
+    life.corrupts(where="output")
+    life.check(part=("embedding",), how="majority", slow=False, late=False)
+    life.check_now() if asked == "check_now" else life.asks(kind="hang", restart=False)
+    for kind in ("sdc", "hang", "straggler", "inaccessible"):
+        decision = life.trust.prepare(kind, 2, True, life.whole_catalog)
+        assert (decision.mode, decision.step) == (
+            "GEMINI" if (kind, gemini) == ("straggler", True) else "RECOVERY_VERIFIED",
+            1,
+        )
+    for crash in (True, False):
+        life.restarts(crash=crash, fewer=False, late=False)
+        assert life.job.step == 1
+    assert {m.step: m.state for m in life.manifests().values()} == {1: "RECOVERY_VERIFIED", 2: "REJECTED"}
+    life.teardown()
+
+
+@pytest.mark.parametrize("gemini", [True, False])
+@pytest.mark.parametrize("crash", [True, False])
+def test_what_was_certified_after_the_first_sign_of_a_hardware_fault_is_never_loaded(gemini: bool, crash: bool) -> None:
+    life = Life()
+    life.begins(dense=True, gemini=gemini, flush=gemini, goes_on=True)
+    for _ in range(3):
+        life.check(part=CATALOG, how="majority", slow=False, late=False)
+    for first_sign_after in (1, 2):
+        decision = life.trust.hardware_fault(first_sign_after, (0,), ("its host",), taints=True)
+        assert decision is not None and decision.step == (1 if first_sign_after == 1 else 2)
+    life.restarts(crash=crash, fewer=False, late=False)
+    followed = life.trust.last_decision
+    assert life.job.step == 1 and followed is not None and followed.exclude_hosts == ("its host",)
+    life.check(part=CATALOG, how="majority", slow=False, late=False)
+    life.restarts(crash=crash, fewer=False, late=False)
+    assert life.job.step == 2, "step 3 of the failing hardware is newer, and verified as far as it knew"
+    assert {(m.step, m.attempt): m.state for m in life.manifests().values()} == {
+        (1, 0): "RECOVERY_VERIFIED",
+        (2, 0): "REJECTED",
+        (3, 0): "REJECTED",
+        (2, 1): "RECOVERY_VERIFIED",
+    }
+    life.teardown()
+
+
+def test_a_hardware_fault_after_which_the_job_goes_on_being_certified_takes_nothing_back() -> None:
+    life = Life()
+    life.begins(dense=True, gemini=False, flush=False, goes_on=True)
+    for step in (1, 2):
+        life.check(part=CATALOG, how="majority", slow=False, late=False)
+        if step == 1:
+            life.trust.hardware_fault(0, (0,), (), taints=False)
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 2
+    life.teardown()
+
+
+def three_steps(**more: bool) -> Life:
+    """A life with three verified durable checkpoints."""
+    life = Life()
+    life.begins(dense=True, gemini=False, flush=False, goes_on=True, **more)
+    for _ in range(3):
+        life.check(part=CATALOG, how="majority", slow=False, late=False)
+    return life
+
+
+def test_checkpoints_that_cannot_be_seen_at_a_restart_are_not_taken_for_bad_ones() -> None:
+    life = three_steps()
+    for _ in range(3):
+        life.restarts(crash=True, fewer=False, late=True)
+        assert life.job.step == 0
+    assert [m.state for m in life.manifests().values()] == ["RECOVERY_VERIFIED"] * 3
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 3
+    life.teardown()
+
+
+def test_a_torn_checkpoint_is_tried_once_an_attempt_and_quarantined_by_the_second() -> None:
+    life = three_steps()
+    files = sorted((life.folder / "durable").rglob("*.pt"))
+    files[-1].write_bytes(files[-1].read_bytes()[:-1])
+    for state in ("RECOVERY_VERIFIED", "QUARANTINED"):
+        life.restarts(crash=True, fewer=False, late=False)
+        newest = max(life.manifests().values(), key=lambda m: m.step)
+        assert life.job.step == 2 and newest.state == state
+        life.trust._durable.proven(life.trust._loaded[2])  # type: ignore[union-attr,index]
+    life.teardown()
+
+
+@pytest.mark.timeout(60)
+def test_with_manifests_that_cannot_be_written_a_bad_checkpoint_is_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life = three_steps()
+    life.disk_damages_the_newest(bit=0)
+
+    def full(store: ManifestStore, manifest: Manifest) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ManifestStore, "write", full)
+    for _ in range(2):
+        life.restarts(crash=True, fewer=False, late=False)
+        assert life.job.step == 2
+    life.teardown()
+
+
+def test_a_load_that_fails_halfway_is_never_trained_on_as_if_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    life = three_steps()
+    broken = [3]
+    whole = Job.load_training_state
+
+    def halfway(job: Job, state: Any) -> None:
+        whole(job, state)
+        if state["step"] in broken:
+            raise RuntimeError("the optimizer refused its part")
+
+    monkeypatch.setattr(Job, "load_training_state", halfway)
+    life.restarts(crash=True, fewer=False, late=False)
+    assert life.job.step == 2
+    broken.extend((1, 2))
+    with pytest.raises(RuntimeError, match="start the processes anew"):
+        life.restarts(crash=True, fewer=False, late=False)
     life.teardown()
 
 

@@ -73,7 +73,8 @@ class ScoutCallback(Callback):
         self._random_channel: JobChannel | None = None
         self._answered = False
         self._phase = contextlib.ExitStack()
-        self._counter: Any = None
+        self._counters: list[Any] = []
+        self._moved = False
         self._steps = self._seen = self._first_global = self._first = 0
         self._run_id = ""
         self._checks = 0
@@ -88,12 +89,12 @@ class ScoutCallback(Callback):
             return
         self._close()
         self._steps = self._seen = self._first = self._checks = 0
-        self._answered = False
+        self._answered = self._moved = False
         self._run_id = trainer.strategy.broadcast(uuid.uuid4().hex)
         place = self._dirpath or Path(trainer.default_root_dir) / "scout"
         self._place = Path(trainer.strategy.broadcast(str(place.absolute())))
         self._certifier = Certifier(trainer, self._place, self._run_id)
-        self._certifier.step = lambda: self._steps
+        self._certifier.is_now = lambda step: step == self._steps and not self._moved
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Numbers, text and a tensor only, so that `weights_only` loading takes it. Every rank, as Lightning asks for.
@@ -142,7 +143,9 @@ class ScoutCallback(Callback):
         # two: ranks may save while others vote, which ends in a timeout; in one group unequal rows would end a process
         self._channel = JobChannel(settings.trust.agreement_timeout_s, "lightning")
         self._random_channel = JobChannel(settings.trust.agreement_timeout_s, "lightning_random")
-        self._counter = optimizer.register_step_post_hook(self._count)
+        self._counters = [optimizer.register_step_post_hook(self._count)]
+        # their steps come after the check of the first one's, or without one: what they change was not looked at
+        self._counters += [other.register_step_post_hook(self._move) for other in trainer.optimizers[1:]]
         self.scout = scout = scout_core.attach(model, optimizer, settings, adapter=adapter)
         self._first_global = trainer.global_step
         self._certifier.io = lambda: scout.checkpoint_io("write", name="lightning")
@@ -169,6 +172,10 @@ class ScoutCallback(Callback):
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
+        self._moved = False
+
+    def _move(self, *_: Any) -> None:
+        self._moved = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -255,9 +262,8 @@ class ScoutCallback(Callback):
 
     def _end_watch(self) -> None:
         self._phase.close()
-        if self._counter is not None:
-            self._counter.remove()
-            self._counter = None
+        while self._counters:
+            self._counters.pop().remove()
         if self.scout is not None:
             self.scout.close()
 

@@ -42,7 +42,7 @@ class Certifier:
         self.outcome: Outcome | None = None
         self.checked_step = -1
         self.failing = False
-        self.step: Callable[[], int] = lambda: 0
+        self.is_now: Callable[[int], bool] = lambda step: False
         self.io: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._trainer = trainer
         self._dirpath = dirpath
@@ -106,7 +106,7 @@ class Certifier:
             return
         path = Path(str(filepath)).absolute()
         state, reason = state_at_save(
-            outcome=self.outcome, checked_now=self.checked_step == self.step(), failing=self.failing
+            outcome=self.outcome, checked_now=self.is_now(self.checked_step), failing=self.failing
         )
         whole = "optimizer_states" in checkpoint
         if not whole and state is TrustState.RECOVERY_VERIFIED:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from scout_core.manager_api import RESTART_EXIT_CODE
+from scout_core.trust.manifest import ManifestStore
 from scout_lightning.callback import _refusal
 from tests.distributed.pool import RankPool
 from tests.plugins.lightning.fits import Fit, run, run_all
@@ -60,10 +61,15 @@ def test_f17_steps_skipped_on_all_ranks_raise_no_alarm_and_are_counted(
             assert one["metrics"]["scout/skipped_steps"] == 2 and one["steps"] == 3
 
 
-def test_two_optimizers_count_the_steps_of_the_first(pool: RankPool, tmp_path: Path) -> None:
-    for one in pool.run(run, Fit(folder=tmp_path, mode="manual2", steps=8), timeout=120):
+def test_two_optimizers_count_the_steps_of_the_first_and_what_the_second_made_waits_for_the_next_check(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    checkpoint = {"every_n_train_steps": 1, "save_top_k": -1}
+    for one in pool.run(run, Fit(folder=tmp_path, mode="manual2", steps=8, checkpoint=checkpoint), timeout=120):
         assert one["global_step"] == 8 and one["steps"] == 4
         assert one["reports"] == [] and one["status"] == ("Agree", True, True)
+    states = {m.step: m.state for m in ManifestStore(tmp_path / "scout" / "manifests").all()[0]}
+    assert states == {**dict.fromkeys([2, 4, 6], "RECOVERY_VERIFIED"), 8: "CANDIDATE"}
 
 
 def test_lbfgs_updates_inside_its_closure_so_checks_stay_incomplete_without_alarm(

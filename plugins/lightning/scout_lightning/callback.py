@@ -36,7 +36,7 @@ class ScoutCallback(Callback):
 
     Args:
         every_n_train_steps: Optimizer steps between checks. Default: that of `config`, else 50.
-        dirpath: Folder of the event log and of what is known of checkpoints; one folder is one lineage. Default:
+        dirpath: Folder of the event log and of what is known of checkpoints, of one run after the other. Default:
             `scout` under the trainer's `default_root_dir`.
         config: A `ScoutConfig`, a dict, or the path of a YAML, TOML or JSON file.
         on_fault: After corruption: `report` it only; `stop` the fit on all ranks; leave with exit code 75 to be
@@ -90,7 +90,8 @@ class ScoutCallback(Callback):
         self._close()
         self._steps = self._seen = self._first = self._checks = 0
         self._answered = self._moved = False
-        self._run_id = trainer.strategy.broadcast(uuid.uuid4().hex)
+        # one callback is one run, also over several fits, until it loads a checkpoint of another
+        self._run_id = trainer.strategy.broadcast(self._run_id or uuid.uuid4().hex)
         place = self._dirpath or Path(trainer.default_root_dir) / "scout"
         self._place = Path(trainer.strategy.broadcast(str(place.absolute())))
         self._certifier = Certifier(trainer, self._place, self._run_id)
@@ -121,6 +122,7 @@ class ScoutCallback(Callback):
         if self._certifier is not None and self.scout is None and isinstance(kept, Mapping):
             self._steps = self._seen = self._first = int(kept["steps"])
             self._run_id = str(kept["run_id"])
+            self._certifier.goes_on(self._run_id)
             rows = kept.get("random")
             if isinstance(rows, torch.Tensor) and len(rows) == trainer.world_size:
                 self._random = rows[trainer.global_rank].tolist()

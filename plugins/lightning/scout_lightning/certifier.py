@@ -48,8 +48,8 @@ class Certifier:
         self._dirpath = dirpath
         strategy, connector = trainer.strategy, trainer._checkpoint_connector
         self._strategy, self._connector = strategy, connector
-        topology = f"{type(strategy).__name__}-{trainer.world_size}"
-        self._ledger = Ledger(dirpath, run_id=run_id, topology=topology) if trainer.is_global_zero else None
+        self._topology = f"{type(strategy).__name__}-{trainer.world_size}"
+        self._ledger = Ledger(dirpath, run_id=run_id, topology=self._topology) if trainer.is_global_zero else None
         self._waiting: list[Entry] = []
         self._save, self._remove, self._resume = (
             strategy.save_checkpoint,
@@ -79,6 +79,11 @@ class Certifier:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+    def goes_on(self, run_id: str) -> None:
+        """What was loaded is of this run, which the fit therefore continues. Local."""
+        if self._ledger is not None:
+            self._ledger.run_id = run_id
 
     def judged(self, outcome: Outcome, step: int) -> None:
         """The job's verdict on the state after optimizer step `step`; equal on every rank, local.
@@ -163,7 +168,8 @@ class Certifier:
     def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Every rank calls; one broadcast for `scout-verified`, of what rank 0 found."""
         if str(checkpoint_path) == SENTINEL and not self._closed:
-            found = latest_verified(self._dirpath) if self._ledger is not None else None
+            ledger = self._ledger
+            found = latest_verified(self._dirpath, topology=self._topology) if ledger is not None else None
             checkpoint_path = self._strategy.broadcast(found)
             logger.info("SCOUT: %s is %s", SENTINEL, checkpoint_path or "nothing: training starts from scratch")
         return self._resume(checkpoint_path, *args, **kwargs)

@@ -19,23 +19,41 @@ logger = logging.getLogger("scout")
 _FOLDER = "manifests"
 
 
-def latest_verified(dirpath: str | Path) -> str | None:
+def latest_verified(dirpath: str | Path, *, topology: str | None = None) -> str | None:
     """Path of the newest checkpoint recorded under `dirpath` that is RECOVERY_VERIFIED and whole; None: there is none.
 
-    `dirpath` is that of the callback. Every file is read and its digest compared; what fails is skipped with a warning
-    that says why. Local to the caller, no collectives: under a strategy of several ranks let one rank ask.
+    `dirpath` is that of the callback. Of several runs that saved there only the last to begin counts, and in it a later
+    attempt before an earlier one, which it may have gone back behind. With `topology` others are refused. Every file is
+    read and its digest compared; what is skipped is logged with its reason. Local to the caller, no collectives: under
+    a strategy of several ranks let one rank ask.
     """
     found, refused = ManifestStore(Path(dirpath) / _FOLDER).all()
     for error in refused:
         logger.warning("SCOUT: skipped: %s", error)
+    found = sorted(found, key=_age, reverse=True)
     for manifest in found:
         if manifest.state != TrustState.RECOVERY_VERIFIED.value:
             continue
-        problems = verify(manifest)
+        problems = _foreign(manifest, found[0].run_id, topology) or verify(manifest)
         if not problems:
             return str(_place(manifest))
-        logger.warning("SCOUT: checkpoint of step %d is skipped: %s", manifest.step, "; ".join(problems))
+        logger.warning("SCOUT: %s of step %d is skipped: %s", _place(manifest), manifest.step, "; ".join(problems))
     return None
+
+
+def _age(manifest: Manifest) -> tuple[int, int]:
+    return manifest.attempt, manifest.step
+
+
+def _foreign(manifest: Manifest, run_id: str, topology: str | None) -> list[str]:
+    """Why a checkpoint is not one of this run and topology; empty if it is. Pure."""
+    if manifest.run_id != run_id:
+        return ["it is of an earlier run; give its path as ckpt_path to go on from it"]
+    if topology not in (None, manifest.topology_digest):
+        return [
+            f"it is of {manifest.topology_digest}, not {topology}; give its path as ckpt_path to load it all the same"
+        ]
+    return []
 
 
 def _place(manifest: Manifest) -> Path:
@@ -64,13 +82,15 @@ class Entry:
 class Ledger:
     """Of the rank that writes manifests, rank 0; local to it. Safe to call from the thread of an asynchronous writer.
 
-    A manifest appears only once the checkpoint's bytes are complete.
+    A manifest appears only once the checkpoint's bytes are complete. `run_id` names the run that this fit begins, or
+    that of the checkpoint which it goes on from; every fit in the folder is an attempt later than all before it.
     """
 
     def __init__(self, dirpath: Path, *, run_id: str, topology: str) -> None:
         self.store = ManifestStore(dirpath / _FOLDER)
-        self._run_id = run_id
+        self.run_id = run_id
         self._topology = topology
+        self._attempt = max((m.attempt + 1 for m in self.store.all()[0]), default=0)
         self._lock = threading.RLock()
         self._replaced: list[Path] = []
         self._pending: list[Entry] = []
@@ -94,8 +114,8 @@ class Ledger:
                 return
             manifest = Manifest(
                 checkpoint_id=identity(entry.path),
-                run_id=self._run_id,
-                attempt=0,
+                run_id=self.run_id,
+                attempt=self._attempt,
                 step=entry.step,
                 world_size=1,  # one rank records every file, whichever ranks wrote them
                 topology_digest=self._topology,
@@ -130,8 +150,10 @@ class Ledger:
             return self._is_newest_verified(path) or any(entry.path == path for entry in self._pending)
 
     def _is_newest_verified(self, path: Path) -> bool:
-        verified = [m for m in self.store.all()[0] if m.state == TrustState.RECOVERY_VERIFIED.value]
-        return bool(verified) and _place(verified[0]) == path
+        """Of this run, by attempt and step, among those whose files are there: others protect nothing."""
+        own = [m for m in self.store.all()[0] if m.run_id == self.run_id]
+        verified = [m for m in own if m.state == TrustState.RECOVERY_VERIFIED.value and _place(m).exists()]
+        return bool(verified) and _place(max(verified, key=_age)) == path
 
     def set_aside(self, path: Path) -> None:
         """Before `path` is written anew: what is known of it ends; the newest verified is moved aside, not lost."""

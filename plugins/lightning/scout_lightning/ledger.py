@@ -156,7 +156,10 @@ class Ledger:
         return bool(verified) and _place(max(verified, key=_age)) == path
 
     def set_aside(self, path: Path) -> None:
-        """Before `path` is written anew: what is known of it ends; the newest verified is moved aside, not lost."""
+        """Before `path` is written anew: what is known of it ends; the newest verified is moved aside, not lost.
+
+        At every moment some manifest names the verified files where they are, so that an end in between loses nothing.
+        """
         with self._lock:
             name = identity(path)
             if not self.store.path(name).exists():
@@ -165,14 +168,26 @@ class Ledger:
                 self.forget(path)
                 return
             old = self.store.read(name)
-            kept = path.with_name(f"{path.stem}-verified-step{old.step}{path.suffix}")
-            path.replace(kept)
-            moved = [
-                f.model_copy(update={"path": str(Path(kept.name, *Path(f.path).parts[1:]))}) for f in old.files
-            ]  # fmt: skip
-            self.store.write(old.model_copy(update={"checkpoint_id": identity(kept), "files": tuple(moved)}))
+            try:
+                self._move(path, old)
+            except OSError as error:
+                text = "the newest verified checkpoint %s, of step %d, could not be set aside and is overwritten: %s"
+                logger.error(f"SCOUT: {text}", path, old.step, error)
+                return
             self.forget(path)
-            self._replaced.append(kept)
+
+    def _move(self, path: Path, old: Manifest) -> None:
+        kept = path.with_name(f"{path.stem}-verified-step{old.step}{path.suffix}")
+        if kept.exists():  # of an earlier attempt, which came as far
+            kept = path.with_name(f"{path.stem}-verified-step{old.step}-attempt{self._attempt}{path.suffix}")
+        moved = [f.model_copy(update={"path": str(Path(kept.name, *Path(f.path).parts[1:]))}) for f in old.files]
+        self.store.write(old.model_copy(update={"checkpoint_id": identity(kept), "files": tuple(moved)}))
+        try:
+            path.replace(kept)
+        except OSError:
+            self.forget(kept)
+            raise
+        self._replaced.append(kept)
 
     def superseded(self) -> list[Path]:
         """Checkpoints kept only as the newest verified, which are it no more: to be deleted. Each is given once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import lightning as L
@@ -90,3 +92,54 @@ def test_a_fit_from_a_checkpoint_is_a_later_attempt_of_its_run_and_a_fit_from_no
     first, second, third = (by_name[path.name] for path in saved)
     assert [m.attempt for m in (first, second, third)] == [0, 1, 2]
     assert first.run_id == second.run_id != third.run_id
+
+
+@pytest.mark.parametrize("dies_in", [(ManifestStore, "write"), (Path, "replace"), (Ledger, "forget")])
+def test_a_process_that_ends_while_it_sets_the_verified_one_aside_leaves_it_to_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: tuple[type, str]
+) -> None:
+    ledger = ledger_of(tmp_path)
+    last = save(ledger, tmp_path, 3, name="last.ckpt")
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt  # nothing behind it runs, as when the process is killed
+
+    monkeypatch.setattr(*dies_in, end)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.set_aside(last)
+    monkeypatch.undo()
+    found = latest_verified(tmp_path / "scout")
+    assert found is not None and Path(found).read_text() == "state after step 3"
+    assert ledger_of(tmp_path).is_last_resort(Path(found))
+
+
+@pytest.mark.parametrize("fails", [(ManifestStore, "write"), (Path, "replace")])
+def test_a_verified_checkpoint_that_cannot_be_set_aside_stays_so_until_it_is_written_over_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: tuple[type, str]
+) -> None:
+    ledger = ledger_of(tmp_path)
+    last = save(ledger, tmp_path, 3, name="last.ckpt")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*fails, full)
+    ledger.set_aside(last)
+    monkeypatch.undo()
+    assert f"{last}, of step 3, could not be set aside and is overwritten" in caplog.text
+    assert latest_verified(tmp_path / "scout") == str(last)  # the save may fail as well
+    assert [m.files[0].path for m in ManifestStore(tmp_path / "scout" / "manifests").all()[0]] == ["last.ckpt"]
+
+
+def test_what_two_attempts_set_aside_at_one_step_lies_side_by_side(tmp_path: Path) -> None:
+    for _ in range(2):
+        ledger = ledger_of(tmp_path)
+        folder = tmp_path / "last.ckpt"
+        folder.mkdir()
+        (folder / "shard").write_text("state after step 3")
+        ledger.complete(Entry(path=folder, step=3, state=VERIFIED))
+        ledger.set_aside(folder)
+    assert sorted(path.name for path in tmp_path.glob("last*")) == [
+        "last-verified-step3-attempt1.ckpt",
+        "last-verified-step3.ckpt",
+    ]

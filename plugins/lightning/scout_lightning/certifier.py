@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class Certifier:
         if self._ledger is None:
             return
         for entry in waiting:
-            self._ledger.settle(entry, state, reason)
+            attempt("recording a checkpoint", partial(self._ledger.settle, entry, state, reason))
         self._delete_superseded()
 
     def _saving(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -151,19 +152,24 @@ class Certifier:
             self._remove(filepath)
             return
         path = Path(str(filepath)).absolute()
-        if ledger.is_last_resort(path):
+        needed = attempt("looking for the newest verified checkpoint", lambda: ledger.is_last_resort(path))
+        if needed.value is not False:  # also when nobody can tell
             ledger.keep(path)
             return
         for entry in self._waiting:
             entry.gone = entry.gone or entry.path == path
         self._remove(filepath)
-        ledger.forget(path)
+        attempt("forgetting a checkpoint", lambda: ledger.forget(path))
 
     def _delete_superseded(self) -> None:
         assert self._ledger is not None
-        for path in self._ledger.superseded():
-            self._remove(str(path))
-            self._ledger.forget(path)
+        for path in attempt("looking for superseded checkpoints", self._ledger.superseded).value or ():
+            attempt("deleting a superseded checkpoint", partial(self._discard, path))
+
+    def _discard(self, path: Path) -> None:
+        assert self._ledger is not None
+        self._remove(str(path))
+        self._ledger.forget(path)
 
     def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Every rank calls; one broadcast for `scout-verified`, of what rank 0 found."""

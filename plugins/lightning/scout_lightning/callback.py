@@ -278,7 +278,9 @@ class ScoutCallback(Callback):
 
 
 def _refusal(trainer: Any) -> str | None:
-    """Why this trainer's strategy cannot be watched, with what to do instead."""
+    """Why this trainer's fit cannot be watched, with what to do instead."""
+    if not trainer.optimizers:
+        return "configure_optimizers gave no optimizer, whose steps are the boundaries; return the one you step"
     if "DeepSpeedStrategy" not in {kind.__name__ for kind in type(trainer.strategy).__mro__}:
         return None
     if find_spec("scout_deepspeed") is None:

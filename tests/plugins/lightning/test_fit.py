@@ -119,8 +119,9 @@ def test_an_interrupt_or_sigterm_takes_the_hooks_off_and_leaves_lightning_its_an
 
 
 def test_deepspeed_names_the_plugin_that_it_needs() -> None:
-    trainer = SimpleNamespace(strategy=type("Own", (type("DeepSpeedStrategy", (), {}),), {})())
-    assert "scout_deepspeed" in str(_refusal(trainer)) and _refusal(SimpleNamespace(strategy=object())) is None
+    own = type("Own", (type("DeepSpeedStrategy", (), {}),), {})()
+    said = [_refusal(SimpleNamespace(strategy=strategy, optimizers=[object()])) for strategy in (own, object())]
+    assert "scout_deepspeed" in str(said[0]) and said[1] is None
 
 
 def test_observers_are_told_of_validation_checkpoints_and_loaders(pool: RankPool, tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ class Certifier:
         if self._ledger is None:
             return
         for entry in waiting:
-            attempt("recording a checkpoint", partial(self._ledger.settle, entry, state, reason))
+            with self.io():  # every file is read again
+                attempt("recording a checkpoint", partial(self._ledger.settle, entry, state, reason))
         self._delete_superseded()
 
     def _saving(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -144,7 +145,8 @@ class Certifier:
         if self._writer is not None:
             self._writer.submit(attempt, "recording a checkpoint", work)
         else:
-            attempt("recording a checkpoint", work)
+            with self.io():  # every file is read, which may take longer than writing it did
+                attempt("recording a checkpoint", work)
 
     def _removing(self, filepath: Any) -> None:
         ledger = self._ledger
@@ -158,7 +160,8 @@ class Certifier:
             return
         for entry in self._waiting:
             entry.gone = entry.gone or entry.path == path
-        self._remove(filepath)
+        with self.io():
+            self._remove(filepath)
         attempt("forgetting a checkpoint", lambda: ledger.forget(path))
 
     def _delete_superseded(self) -> None:
@@ -168,7 +171,8 @@ class Certifier:
 
     def _discard(self, path: Path) -> None:
         assert self._ledger is not None
-        self._remove(str(path))
+        with self.io():
+            self._remove(str(path))
         self._ledger.forget(path)
 
     def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:

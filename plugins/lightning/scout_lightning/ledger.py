@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from scout_core.trust.files import UntrustedFile, bytes_digest
-from scout_core.trust.manifest import Manifest, ManifestStore, describe, verify
+from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, describe, verify
 from scout_core.trust.states import TrustState
 
 logger = logging.getLogger("scout")
@@ -102,15 +102,12 @@ class Ledger:
 
     def complete(self, entry: Entry) -> None:
         """The bytes of this checkpoint are all on disk: write its manifest. A file that is not there has none."""
+        listed = (
+            None if entry.gone else self._listed(entry)
+        )  # not under the lock, for which the training thread may wait
         with self._lock:
             self._pending = [other for other in self._pending if other is not entry]
-            if entry.gone:
-                return
-            files = sorted(p for p in entry.path.rglob("*") if p.is_file()) if entry.path.is_dir() else [entry.path]
-            try:
-                listed = describe(0, entry.path.parent, files)
-            except UntrustedFile as error:
-                logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, error)
+            if entry.gone or listed is None:
                 return
             manifest = Manifest(
                 checkpoint_id=identity(entry.path),
@@ -127,6 +124,16 @@ class Ledger:
             )
             self.store.write(manifest)
             entry.recorded = True
+
+    @staticmethod
+    def _listed(entry: Entry) -> list[ManifestFile] | None:
+        """Its files with their digests. Reads all of them."""
+        files = sorted(p for p in entry.path.rglob("*") if p.is_file()) if entry.path.is_dir() else [entry.path]
+        try:
+            return describe(0, entry.path.parent, files)
+        except UntrustedFile as error:
+            logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, error)
+            return None
 
     def settle(self, entry: Entry, state: TrustState, reason: str) -> None:
         """A later check proved the checkpoint good, or bad. What changed on disk since is not trusted."""

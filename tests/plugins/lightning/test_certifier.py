@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from scout_core.trust import manifest
 from scout_core.trust.manifest import ManifestStore
 from scout_core.trust.states import Outcome
 from scout_lightning.certifier import Certifier
@@ -89,3 +93,63 @@ def test_a_superseded_checkpoint_that_cannot_be_deleted_does_not_end_the_job(
     monkeypatch.setattr(bench.certifier, "_remove", full)
     bench.save(2)
     assert path.exists() and bench.states() == dict.fromkeys([1, 2], "RECOVERY_VERIFIED")
+
+
+def test_rank_0_is_in_checkpoint_io_whenever_it_reads_writes_or_deletes_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of it the observers would take a long digest for a training step that has stalled."""
+    inside = False
+    seen: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def io() -> Iterator[None]:
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    def noting(name: str, work: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            seen.append((name, inside))
+            return work(*args)
+
+        return noted
+
+    bench.certifier.io = io
+    monkeypatch.setattr(manifest, "file_digest", noting("read", manifest.file_digest))
+    monkeypatch.setattr(bench.certifier, "_remove", noting("delete", bench.certifier._remove))
+    first, second = bench.save(1), bench.save(2)
+    assert seen == [("read", True)] * 2
+    bench.certifier.judged(Outcome.CLEAN, 2)
+    assert seen == [("read", True)] * 4
+    bench.strategy.remove_checkpoint(str(first))
+    bench.strategy.remove_checkpoint(str(second))  # the newest verified: deleted once there is a newer one
+    assert seen[4:] == [("delete", True)]
+    bench.save(3)
+    assert seen[5:] == [("read", True), ("delete", True)] and not second.exists()
+
+
+def test_the_training_thread_does_not_wait_for_a_digest_in_the_writers_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = Event(), Event()
+
+    def slow(path: Path) -> str:
+        reading.set()
+        assert go_on.wait(30)
+        return digest(path)
+
+    digest = manifest.file_digest
+    monkeypatch.setattr(manifest, "file_digest", slow)
+    other = bench.folder / "other.ckpt"
+    with ThreadPoolExecutor(1) as writer:
+        bench.strategy.checkpoint_io._executor = writer
+        bench.save(1)
+        assert reading.wait(30)
+        looking = ThreadPoolExecutor(1).submit(bench.strategy.remove_checkpoint, str(other))
+        try:
+            looking.result(timeout=10)
+        finally:
+            go_on.set()
+    assert bench.states() == {1: "CANDIDATE"}

@@ -34,7 +34,8 @@ def state_at_save(*, outcome: Outcome | None, checked_now: bool, failing: bool) 
 
 
 class Certifier:
-    """Stands on `strategy.save_checkpoint`, `strategy.remove_checkpoint` and the connector's `resume_start`.
+    """Stands on `strategy.save_checkpoint`, `strategy.remove_checkpoint`, and the connector's `resume_start` and
+    `resume_end`, between which everything is loaded.
 
     On every rank; only rank 0 reads and writes manifests. Uses no collective but one broadcast of the path to load.
     """
@@ -52,16 +53,15 @@ class Certifier:
         self._topology = f"{type(strategy).__name__}-{trainer.world_size}"
         self._ledger = Ledger(dirpath, run_id=run_id, topology=self._topology) if trainer.is_global_zero else None
         self._waiting: list[Entry] = []
-        self._save, self._remove, self._resume = (
-            strategy.save_checkpoint,
-            strategy.remove_checkpoint,
-            connector.resume_start,
-        )
+        self._save, self._remove = strategy.save_checkpoint, strategy.remove_checkpoint
+        self._resume, self._resume_end = connector.resume_start, connector.resume_end
+        self._loading: Path | None = None
         self._closed = False
         self._stands = [
             (strategy, "save_checkpoint", self._saving),
             (strategy, "remove_checkpoint", self._removing),
             (connector, "resume_start", self._resuming),
+            (connector, "resume_end", self._resumed),
         ]
         self._before = [vars(owner).get(name) for owner, name, _ in self._stands]
         for owner, name, ours in self._stands:
@@ -178,8 +178,23 @@ class Certifier:
     def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Every rank calls; one broadcast for `scout-verified`, of what rank 0 found."""
         if str(checkpoint_path) == SENTINEL and not self._closed:
-            ledger = self._ledger
-            found = latest_verified(self._dirpath, topology=self._topology) if ledger is not None else None
-            checkpoint_path = self._strategy.broadcast(found)
+            checkpoint_path = self._strategy.broadcast(self._choice())
             logger.info("SCOUT: %s is %s", SENTINEL, checkpoint_path or "nothing: training starts from scratch")
+        if self._ledger is not None and checkpoint_path and not self._closed:
+            self._loading = Path(str(checkpoint_path)).absolute()
+            attempt("counting a load", partial(self._ledger.begin_load, self._loading))
         return self._resume(checkpoint_path, *args, **kwargs)
+
+    def _choice(self) -> str | None:
+        if self._ledger is None:
+            return None
+        attempt("quarantining what cannot be loaded", self._ledger.quarantine_failed)
+        return latest_verified(self._dirpath, topology=self._topology)
+
+    def _resumed(self, *args: Any, **kwargs: Any) -> Any:
+        """Every rank calls; when it returns, every rank has loaded everything."""
+        done = self._resume_end(*args, **kwargs)
+        if self._ledger is not None and self._loading is not None and not self._closed:
+            attempt("counting a load", partial(self._ledger.loaded, self._loading))
+        self._loading = None
+        return done

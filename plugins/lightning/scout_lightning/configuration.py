@@ -12,7 +12,7 @@ _NOT_HERE = {
     "gemini": "does not keep the position of Lightning's loops; use its checkpoints, certified",
     "certification": "is not what the callback does: a clean check certifies at once; leave it at 'dense'",
     "on_fault": "is for jobs without Lightning; give ScoutCallback(on_fault=...)",
-    "restart_budget": "has no effect under Lightning; limit restarts where they are made, as by torchrun --max-restarts",
+    "restart_budget": "has no effect under Lightning; limit them where they are made, as torchrun --max-restarts does",
 }
 """Fields of `[trust]` whose defaults alone are what the callback does, and what to do instead."""
 _CLASSES = ("embedding", "hidden", "output", "optimizer")

@@ -13,7 +13,7 @@ import torch
 
 from scout_core.trust.files import UntrustedFile, bytes_digest
 from scout_core.trust.manifest import Manifest, ManifestFile, ManifestStore, describe, verify
-from scout_core.trust.states import TrustState
+from scout_core.trust.states import LOAD_FAILURES_ALLOWED, TrustState
 
 logger = logging.getLogger("scout")
 _FOLDER = "manifests"
@@ -34,7 +34,7 @@ def latest_verified(dirpath: str | Path, *, topology: str | None = None) -> str 
     for manifest in found:
         if manifest.state != TrustState.RECOVERY_VERIFIED.value:
             continue
-        problems = _foreign(manifest, found[0].run_id, topology) or verify(manifest)
+        problems = _foreign(manifest, found[0].run_id, topology) or _failed(manifest) or verify(manifest)
         if not problems:
             return str(_place(manifest))
         logger.warning("SCOUT: %s of step %d is skipped: %s", _place(manifest), manifest.step, "; ".join(problems))
@@ -54,6 +54,13 @@ def _foreign(manifest: Manifest, run_id: str, topology: str | None) -> list[str]
             f"it is of {manifest.topology_digest}, not {topology}; give its path as ckpt_path to load it all the same"
         ]
     return []
+
+
+def _failed(manifest: Manifest) -> list[str]:
+    """Why a checkpoint is not to be loaded again; empty if it may. Pure."""
+    if manifest.failures < LOAD_FAILURES_ALLOWED:
+        return []
+    return [f"loading it failed {manifest.failures} times; the checkpoint is bad, not the hardware"]
 
 
 def _place(manifest: Manifest) -> Path:
@@ -150,6 +157,30 @@ class Ledger:
                 self.store.update(name, state=state.value, reason=reason)
             except UntrustedFile as error:
                 logger.warning("SCOUT: checkpoint of step %d is not certified: %s", entry.step, error)
+
+    def begin_load(self, path: Path) -> None:
+        """Count a load as failed until `loaded`: a process that dies in it cannot say so. Unknown paths are left."""
+        with self._lock:
+            name = identity(path)
+            if self.store.path(name).exists():
+                self.store.update(name, open_loads=self.store.read(name).open_loads + 1)
+
+    def loaded(self, path: Path) -> None:
+        """It is loaded on every rank."""
+        with self._lock:
+            name = identity(path)
+            if self.store.path(name).exists():
+                self.store.update(name, open_loads=0, load_failures=0)
+
+    def quarantine_failed(self) -> None:
+        """Before a load: quarantine what failed to load too often."""
+        with self._lock:
+            for manifest in self.store.all()[0]:
+                why = _failed(manifest)
+                if why and manifest.state != TrustState.QUARANTINED.value:
+                    logger.warning("SCOUT: %s of step %d is quarantined: %s", _place(manifest), manifest.step, why[0])
+                    name = manifest.checkpoint_id
+                    self.store.update(name, state=TrustState.QUARANTINED.value, reason=why[0])
 
     def is_last_resort(self, path: Path) -> bool:
         """Whether this is the newest verified checkpoint, without which nothing could be trusted, or about to be it."""

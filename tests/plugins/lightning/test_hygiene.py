@@ -36,7 +36,7 @@ def trainer_of(folder: Path, **options: Any) -> L.Trainer:
 
 
 def untouched(trainer: L.Trainer) -> bool:
-    names = {"save_checkpoint", "remove_checkpoint", "resume_start"}
+    names = {"save_checkpoint", "remove_checkpoint", "resume_start", "resume_end"}
     hooks = [o._optimizer_step_post_hooks for o in trainer.optimizers]
     return not names & {*vars(trainer.strategy), *vars(trainer._checkpoint_connector)} and not any(hooks)
 

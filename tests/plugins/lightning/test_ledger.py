@@ -143,3 +143,37 @@ def test_what_two_attempts_set_aside_at_one_step_lies_side_by_side(tmp_path: Pat
         "last-verified-step3-attempt1.ckpt",
         "last-verified-step3.ckpt",
     ]
+
+
+def test_a_checkpoint_that_twice_failed_to_load_is_quarantined_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path, topology="SingleDeviceStrategy-1")
+    with quiet():
+        trainer = trainer_of(tmp_path / "elsewhere", max_steps=1)
+        trainer.fit(BoringModel())
+        trainer.save_checkpoint(tmp_path / "good.ckpt")
+    ledger.complete(Entry(path=tmp_path / "good.ckpt", step=1, state=VERIFIED))
+    save(ledger, tmp_path, 2)  # as it was written, and yet no checkpoint
+
+    def resume() -> int:
+        with quiet():
+            trainer = trainer_of(tmp_path, max_steps=3)
+            trainer.fit(BoringModel(), ckpt_path="scout-verified")
+        return int(trainer.global_step)
+
+    for _ in range(2):
+        with pytest.raises(IndexError):  # so torch.load puts it
+            resume()
+    for _ in range(3):  # what can be loaded is not used up
+        assert resume() == 3
+    first, second = sorted(ManifestStore(tmp_path / "scout" / "manifests").all()[0], key=lambda m: m.step)
+    assert (first.state, first.failures) == ("RECOVERY_VERIFIED", 0)
+    assert (second.state, second.failures) == ("QUARANTINED", 2) and "failed 2 times" in second.reason
+
+
+def test_a_load_in_which_the_process_dies_counts_as_failed(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    path = save(ledger, tmp_path, 2)
+    for count in range(2):
+        assert latest_verified(tmp_path / "scout") == str(path), count
+        ledger_of(tmp_path).begin_load(path)
+    assert latest_verified(tmp_path / "scout") is None

@@ -36,7 +36,7 @@ class ScoutCallback(Callback):
 
     Args:
         every_n_train_steps: Optimizer steps between checks. Default: that of `config`, else 50.
-        dirpath: Folder of the event log and of what is known of checkpoints; one folder is one lineage. Default:
+        dirpath: Folder of the event log and of what is known of checkpoints, of one run after the other. Default:
             `scout` under the trainer's `default_root_dir`.
         config: A `ScoutConfig`, a dict, or the path of a YAML, TOML or JSON file.
         on_fault: After corruption: `report` it only; `stop` the fit on all ranks; leave with exit code 75 to be
@@ -73,7 +73,8 @@ class ScoutCallback(Callback):
         self._random_channel: JobChannel | None = None
         self._answered = False
         self._phase = contextlib.ExitStack()
-        self._counter: Any = None
+        self._counters: list[Any] = []
+        self._moved = False
         self._steps = self._seen = self._first_global = self._first = 0
         self._run_id = ""
         self._checks = 0
@@ -88,12 +89,13 @@ class ScoutCallback(Callback):
             return
         self._close()
         self._steps = self._seen = self._first = self._checks = 0
-        self._answered = False
-        self._run_id = trainer.strategy.broadcast(uuid.uuid4().hex)
+        self._answered = self._moved = False
+        # one callback is one run, also over several fits, until it loads a checkpoint of another
+        self._run_id = trainer.strategy.broadcast(self._run_id or uuid.uuid4().hex)
         place = self._dirpath or Path(trainer.default_root_dir) / "scout"
         self._place = Path(trainer.strategy.broadcast(str(place.absolute())))
         self._certifier = Certifier(trainer, self._place, self._run_id)
-        self._certifier.step = lambda: self._steps
+        self._certifier.is_now = lambda step: step == self._steps and not self._moved
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Numbers, text and a tensor only, so that `weights_only` loading takes it. Every rank, as Lightning asks for.
@@ -120,6 +122,7 @@ class ScoutCallback(Callback):
         if self._certifier is not None and self.scout is None and isinstance(kept, Mapping):
             self._steps = self._seen = self._first = int(kept["steps"])
             self._run_id = str(kept["run_id"])
+            self._certifier.goes_on(self._run_id)
             rows = kept.get("random")
             if isinstance(rows, torch.Tensor) and len(rows) == trainer.world_size:
                 self._random = rows[trainer.global_rank].tolist()
@@ -142,7 +145,9 @@ class ScoutCallback(Callback):
         # two: ranks may save while others vote, which ends in a timeout; in one group unequal rows would end a process
         self._channel = JobChannel(settings.trust.agreement_timeout_s, "lightning")
         self._random_channel = JobChannel(settings.trust.agreement_timeout_s, "lightning_random")
-        self._counter = optimizer.register_step_post_hook(self._count)
+        self._counters = [optimizer.register_step_post_hook(self._count)]
+        # their steps come after the check of the first one's, or without one: what they change was not looked at
+        self._counters += [other.register_step_post_hook(self._move) for other in trainer.optimizers[1:]]
         self.scout = scout = scout_core.attach(model, optimizer, settings, adapter=adapter)
         self._first_global = trainer.global_step
         self._certifier.io = lambda: scout.checkpoint_io("write", name="lightning")
@@ -169,6 +174,10 @@ class ScoutCallback(Callback):
 
     def _count(self, *_: Any) -> None:
         self._steps += 1
+        self._moved = False
+
+    def _move(self, *_: Any) -> None:
+        self._moved = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -255,9 +264,8 @@ class ScoutCallback(Callback):
 
     def _end_watch(self) -> None:
         self._phase.close()
-        if self._counter is not None:
-            self._counter.remove()
-            self._counter = None
+        while self._counters:
+            self._counters.pop().remove()
         if self.scout is not None:
             self.scout.close()
 
@@ -270,7 +278,9 @@ class ScoutCallback(Callback):
 
 
 def _refusal(trainer: Any) -> str | None:
-    """Why this trainer's strategy cannot be watched, with what to do instead."""
+    """Why this trainer's fit cannot be watched, with what to do instead."""
+    if not trainer.optimizers:
+        return "configure_optimizers gave no optimizer, whose steps are the boundaries; return the one you step"
     if "DeepSpeedStrategy" not in {kind.__name__ for kind in type(trainer.strategy).__mro__}:
         return None
     if find_spec("scout_deepspeed") is None:

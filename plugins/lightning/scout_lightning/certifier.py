@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def state_at_save(*, outcome: Outcome | None, checked_now: bool, failing: bool) 
 
 
 class Certifier:
-    """Stands on `strategy.save_checkpoint`, `strategy.remove_checkpoint` and the connector's `resume_start`.
+    """Stands on `strategy.save_checkpoint`, `strategy.remove_checkpoint`, and the connector's `resume_start` and
+    `resume_end`, between which everything is loaded.
 
     On every rank; only rank 0 reads and writes manifests. Uses no collective but one broadcast of the path to load.
     """
@@ -42,25 +44,24 @@ class Certifier:
         self.outcome: Outcome | None = None
         self.checked_step = -1
         self.failing = False
-        self.step: Callable[[], int] = lambda: 0
+        self.is_now: Callable[[int], bool] = lambda step: False
         self.io: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._trainer = trainer
         self._dirpath = dirpath
         strategy, connector = trainer.strategy, trainer._checkpoint_connector
         self._strategy, self._connector = strategy, connector
-        topology = f"{type(strategy).__name__}-{trainer.world_size}"
-        self._ledger = Ledger(dirpath, run_id=run_id, topology=topology) if trainer.is_global_zero else None
+        self._topology = f"{type(strategy).__name__}-{trainer.world_size}"
+        self._ledger = Ledger(dirpath, run_id=run_id, topology=self._topology) if trainer.is_global_zero else None
         self._waiting: list[Entry] = []
-        self._save, self._remove, self._resume = (
-            strategy.save_checkpoint,
-            strategy.remove_checkpoint,
-            connector.resume_start,
-        )
+        self._save, self._remove = strategy.save_checkpoint, strategy.remove_checkpoint
+        self._resume, self._resume_end = connector.resume_start, connector.resume_end
+        self._loading: Path | None = None
         self._closed = False
         self._stands = [
             (strategy, "save_checkpoint", self._saving),
             (strategy, "remove_checkpoint", self._removing),
             (connector, "resume_start", self._resuming),
+            (connector, "resume_end", self._resumed),
         ]
         self._before = [vars(owner).get(name) for owner, name, _ in self._stands]
         for owner, name, ours in self._stands:
@@ -80,6 +81,11 @@ class Certifier:
             else:
                 setattr(owner, name, before)
 
+    def goes_on(self, run_id: str) -> None:
+        """What was loaded is of this run, which the fit therefore continues. Local."""
+        if self._ledger is not None:
+            self._ledger.run_id = run_id
+
     def judged(self, outcome: Outcome, step: int) -> None:
         """The job's verdict on the state after optimizer step `step`; equal on every rank, local.
 
@@ -97,7 +103,8 @@ class Certifier:
         if self._ledger is None:
             return
         for entry in waiting:
-            self._ledger.settle(entry, state, reason)
+            with self.io():  # every file is read again
+                attempt("recording a checkpoint", partial(self._ledger.settle, entry, state, reason))
         self._delete_superseded()
 
     def _saving(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -106,7 +113,7 @@ class Certifier:
             return
         path = Path(str(filepath)).absolute()
         state, reason = state_at_save(
-            outcome=self.outcome, checked_now=self.checked_step == self.step(), failing=self.failing
+            outcome=self.outcome, checked_now=self.is_now(self.checked_step), failing=self.failing
         )
         whole = "optimizer_states" in checkpoint
         if not whole and state is TrustState.RECOVERY_VERIFIED:
@@ -138,7 +145,8 @@ class Certifier:
         if self._writer is not None:
             self._writer.submit(attempt, "recording a checkpoint", work)
         else:
-            attempt("recording a checkpoint", work)
+            with self.io():  # every file is read, which may take longer than writing it did
+                attempt("recording a checkpoint", work)
 
     def _removing(self, filepath: Any) -> None:
         ledger = self._ledger
@@ -146,24 +154,47 @@ class Certifier:
             self._remove(filepath)
             return
         path = Path(str(filepath)).absolute()
-        if ledger.is_last_resort(path):
+        needed = attempt("looking for the newest verified checkpoint", lambda: ledger.is_last_resort(path))
+        if needed.value is not False:  # also when nobody can tell
             ledger.keep(path)
             return
         for entry in self._waiting:
             entry.gone = entry.gone or entry.path == path
-        self._remove(filepath)
-        ledger.forget(path)
+        with self.io():
+            self._remove(filepath)
+        attempt("forgetting a checkpoint", lambda: ledger.forget(path))
 
     def _delete_superseded(self) -> None:
         assert self._ledger is not None
-        for path in self._ledger.superseded():
+        for path in attempt("looking for superseded checkpoints", self._ledger.superseded).value or ():
+            attempt("deleting a superseded checkpoint", partial(self._discard, path))
+
+    def _discard(self, path: Path) -> None:
+        assert self._ledger is not None
+        with self.io():
             self._remove(str(path))
-            self._ledger.forget(path)
+        self._ledger.forget(path)
 
     def _resuming(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Every rank calls; one broadcast for `scout-verified`, of what rank 0 found."""
         if str(checkpoint_path) == SENTINEL and not self._closed:
-            found = latest_verified(self._dirpath) if self._ledger is not None else None
-            checkpoint_path = self._strategy.broadcast(found)
+            checkpoint_path = self._strategy.broadcast(self._choice())
             logger.info("SCOUT: %s is %s", SENTINEL, checkpoint_path or "nothing: training starts from scratch")
+        if self._ledger is not None and checkpoint_path and not self._closed:
+            self._loading = Path(str(checkpoint_path)).absolute()
+            attempt("counting a load", partial(self._ledger.begin_load, self._loading))
         return self._resume(checkpoint_path, *args, **kwargs)
+
+    def _choice(self) -> str | None:
+        if self._ledger is None:
+            return None
+        attempt("quarantining what cannot be loaded", self._ledger.quarantine_failed)
+        return latest_verified(self._dirpath, topology=self._topology)
+
+    def _resumed(self, *args: Any, **kwargs: Any) -> Any:
+        """Every rank calls; when it returns, every rank has loaded everything."""
+        done = self._resume_end(*args, **kwargs)
+        if self._ledger is not None and self._loading is not None and not self._closed:
+            attempt("counting a load", partial(self._ledger.loaded, self._loading))
+        self._loading = None
+        return done

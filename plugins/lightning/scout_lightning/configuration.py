@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig
+from scout_core.config import ConfigError, ReplayHarnessConfig, ScoutConfig, TrustConfig
 
+_NOT_HERE = {
+    "gemini": "does not keep the position of Lightning's loops; use its checkpoints, certified",
+    "certification": "is not what the callback does: a clean check certifies at once; leave it at 'dense'",
+    "on_fault": "is for jobs without Lightning; give ScoutCallback(on_fault=...)",
+    "restart_budget": "has no effect under Lightning; limit them where they are made, as torchrun --max-restarts does",
+}
+"""Fields of `[trust]` whose defaults alone are what the callback does, and what to do instead."""
 _CLASSES = ("embedding", "hidden", "output", "optimizer")
 
 
@@ -16,14 +23,16 @@ def scout_config(
 ) -> ScoutConfig:
     """A `ScoutConfig`; `every_n_train_steps` overrides its `check_interval`. Raises `ConfigError`.
 
-    GEMINI keeps what the core's adapter sees, without the position of Lightning's loops, so it is refused.
+    Policies of checkpoint trust that the callback does not follow are refused, not ignored.
     """
     if isinstance(config, (str, Path)) and Path(config).suffix in (".yaml", ".yml"):
         config = _read_yaml(Path(config))
     overrides = {} if every_n_train_steps is None else {"check_interval": every_n_train_steps}
     built = ScoutConfig.build(config, **overrides)
-    if built.trust.gemini:
-        raise ConfigError("gemini=True does not keep the position of Lightning's loops; use its checkpoints, certified")
+    for name, instead in _NOT_HERE.items():
+        given = getattr(built.trust, name)
+        if given != TrustConfig.model_fields[name].default:
+            raise ConfigError(f"trust.{name}={given!r} {instead}")
     return built
 
 

@@ -64,6 +64,9 @@ def test_every_form_of_configuration_says_the_same(form: str, tmp_path: Path) ->
         ({"config": "nowhere.yaml"}, "nowhere.yaml"),
         ({"every_n_train_steps": -1}, "check_interval"),
         ({"config": {"run_dir": "x", "trust": {"gemini": True}}}, "gemini"),
+        ({"config": {"trust": {"certification": "dynamic"}}}, "leave it at 'dense'"),
+        ({"config": {"trust": {"on_fault": "restart"}}}, r"ScoutCallback\(on_fault=...\)"),
+        ({"config": {"trust": {"restart_budget": 1}}}, "--max-restarts"),
         ({"on_fault": "explode"}, "'report', 'stop', 'restart'"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from scout_core.manager_api import RESTART_EXIT_CODE
+from scout_core.trust.manifest import ManifestStore
 from scout_lightning.callback import _refusal
 from tests.distributed.pool import RankPool
 from tests.plugins.lightning.fits import Fit, run, run_all
@@ -60,10 +61,15 @@ def test_f17_steps_skipped_on_all_ranks_raise_no_alarm_and_are_counted(
             assert one["metrics"]["scout/skipped_steps"] == 2 and one["steps"] == 3
 
 
-def test_two_optimizers_count_the_steps_of_the_first(pool: RankPool, tmp_path: Path) -> None:
-    for one in pool.run(run, Fit(folder=tmp_path, mode="manual2", steps=8), timeout=120):
+def test_two_optimizers_count_the_steps_of_the_first_and_what_the_second_made_waits_for_the_next_check(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    checkpoint = {"every_n_train_steps": 1, "save_top_k": -1}
+    for one in pool.run(run, Fit(folder=tmp_path, mode="manual2", steps=8, checkpoint=checkpoint), timeout=120):
         assert one["global_step"] == 8 and one["steps"] == 4
         assert one["reports"] == [] and one["status"] == ("Agree", True, True)
+    states = {m.step: m.state for m in ManifestStore(tmp_path / "scout" / "manifests").all()[0]}
+    assert states == {**dict.fromkeys([2, 4, 6], "RECOVERY_VERIFIED"), 8: "CANDIDATE"}
 
 
 def test_lbfgs_updates_inside_its_closure_so_checks_stay_incomplete_without_alarm(
@@ -113,8 +119,9 @@ def test_an_interrupt_or_sigterm_takes_the_hooks_off_and_leaves_lightning_its_an
 
 
 def test_deepspeed_names_the_plugin_that_it_needs() -> None:
-    trainer = SimpleNamespace(strategy=type("Own", (type("DeepSpeedStrategy", (), {}),), {})())
-    assert "scout_deepspeed" in str(_refusal(trainer)) and _refusal(SimpleNamespace(strategy=object())) is None
+    own = type("Own", (type("DeepSpeedStrategy", (), {}),), {})()
+    said = [_refusal(SimpleNamespace(strategy=strategy, optimizers=[object()])) for strategy in (own, object())]
+    assert "scout_deepspeed" in str(said[0]) and said[1] is None
 
 
 def test_observers_are_told_of_validation_checkpoints_and_loaders(pool: RankPool, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def trainer_of(folder: Path, **options: Any) -> L.Trainer:
 
 
 def untouched(trainer: L.Trainer) -> bool:
-    names = {"save_checkpoint", "remove_checkpoint", "resume_start"}
+    names = {"save_checkpoint", "remove_checkpoint", "resume_start", "resume_end"}
     hooks = [o._optimizer_step_post_hooks for o in trainer.optimizers]
     return not names & {*vars(trainer.strategy), *vars(trainer._checkpoint_connector)} and not any(hooks)
 
@@ -53,6 +53,23 @@ def test_a_trainer_may_be_used_again_and_for_stages_without_a_fit(tmp_path: Path
         trainer.fit(model)
         trainer.validate(model, verbose=False)
     assert trainer.global_step == 4 and untouched(trainer)
+
+
+@pytest.mark.parametrize("given", [[], None])
+def test_a_module_without_an_optimizer_is_fitted_unwatched_and_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: Any
+) -> None:
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return given
+
+    with quiet():
+        trainer = trainer_of(tmp_path, max_epochs=1, limit_train_batches=2)
+        trainer.fit(Manual())
+    assert trainer.fit_loop.epoch_progress.current.completed == 1 and untouched(trainer)
+    assert ("configure_optimizers gave no optimizer" in caplog.text) == (given == [])
 
 
 def test_a_dry_run_and_a_checkpoint_that_never_saw_scout(tmp_path: Path) -> None:

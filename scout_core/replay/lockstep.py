@@ -52,7 +52,7 @@ class Lockstep:
         sign: Callable[[list[torch.Tensor]], torch.Tensor],
         work: Callable[[CollectiveTap], T],
     ) -> tuple[T, CollectiveTap]:
-        """Run `work` with its collectives watched. Every partner calls with the same `key`: recipe and sizes.
+        """Run `work` with its collectives watched. Every partner calls with the same `key`, of what all are to run.
 
         Collectives: those of `work`; on a first run one all-gather more before each of them and one at the end. Raises
         what `work` raises, and `PartnerFailed` when a partner's raised instead.

@@ -2,7 +2,8 @@
 
 Partners are the ranks whose own collectives a replay runs (tensor, context, expert and sequence parallel groups). When
 a replay has not run in this shape before, partners meet before every one of its collectives, so that one that broke
-off keeps the others out. Once it has, the sequence is known, and one that breaks off issues what is left of it.
+off keeps the others out. Once it has, the sequence is known, and one that breaks off issues what is left of it. Where
+sizes hang on the data, as with tokens sent to experts, nobody can issue them for another: such partners always meet.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class Lockstep:
             else:
                 _finish(known[len(tap.calls) :])
             raise
-        if known is None and self._say(_DONE):
-            self._remember(key, tap)
+        if known is None:
+            steady = not any(call.free for call in tap.replayed)
+            if self._say(_DONE if steady else _FAILED):
+                self._remember(key, tap)
         return result, tap
 
     def _remember(self, key: Key, tap: CollectiveTap) -> None:

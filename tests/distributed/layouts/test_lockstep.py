@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import scout_core
@@ -72,3 +73,47 @@ def test_partners_of_unequal_lengths_replay_in_those_of_the_source(name: str, ra
             assert "hidden" in str(answer["checked"]), "it was replayed all the same"
     for step, rank in odd.items():
         assert by_rank[rank][step - 1]["source"] == rank, "the row with the odd length is the source's"
+
+
+def broken_replay(name: str, at: int) -> list[dict[str, Any]]:
+    """Eight steps; in the one of number `at` the replays of blocks raise on rank 1, in the midst of their collectives.
+
+    What the check learned is what its partner, rank 0, goes by: from the fifth on every block has been replayed.
+    """
+    job, answers = build(name), []
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        if torch.are_deterministic_algorithms_enabled():  # in replays alone
+            raise ValueError("broken replay")
+        return x
+
+    with attached(job) as scout:
+        for step in range(1, 9):
+            broken_here = step == at and dist.get_rank() == 1
+            handles = [
+                block.norm_feed.register_forward_hook(lambda module, args, x: broken(x))
+                for block in (job.plain.blocks.values() if broken_here else ())
+            ]
+            job.step()
+            for handle in handles:
+                handle.remove()
+            answers.append(told(scout))
+    return answers
+
+
+def judge_broken(name: str, by_rank: list[list[dict[str, Any]]], at: int) -> None:
+    for rank, answers in enumerate(by_rank):
+        assert [answer["step"] for answer in answers] == list(range(1, 9)), (rank, answers)
+        for answer in answers:
+            assert answer["active"] and answer["blamed"] == () and answer["alarms"] == [], (rank, answer)
+            assert answer["status"] == ("Inconclusive" if answer["step"] == at else "Agree"), (rank, answer)
+        assert "the replay raised on" in str(answers[at - 1]["reasons"]), (rank, answers[at - 1])
+
+
+@pytest.mark.parametrize("name", ["hsdp", "ep"])
+def test_a_replay_that_raises_when_its_collectives_are_known(name: str, ranks4: RankPool) -> None:
+    judge_broken(name, ranks4.run(broken_replay, name, 6, timeout=DEADLINE_S), 6)
+
+
+def test_a_replay_that_raises_at_first(ranks4: RankPool) -> None:
+    judge_broken("ep", ranks4.run(broken_replay, "ep", 1, timeout=DEADLINE_S), 1)

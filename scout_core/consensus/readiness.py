@@ -8,6 +8,7 @@ one size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ RECIPE_CLASSES = ("embedding", "hidden", "output", "optimizer", "state", "owner_
 """Slots of the row: the contract's four classes, the rotating comparison of live state, and for state that is held once
 the owner's update and its memory at rest."""
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 COMPARED_GROUPS = 8
 """Process groups of a rank whose collectives are compared one by one in a check."""
 _WORD = 1 << 64
@@ -81,11 +82,14 @@ class ReadinessVerdict:
     """`runnable` recipe classes run on every peer; `reasons` say why others do not, or why a run cannot certify.
 
     A class that is runnable and has a reason is replayed in the source's shape although its peers saw other shapes.
+    `sizes` has, by class, a word per peer over the sizes in which it and all its lockstep partners would have it
+    replayed.
     """
 
     runnable: tuple[str, ...]
     reasons: tuple[Reason, ...]
     seeds: tuple[int, ...]
+    sizes: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 _HEADER = ("version", "step", "check_index", "collective_digest", "seed")
@@ -115,6 +119,7 @@ def judge_readiness(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Read
             return ReadinessVerdict(runnable=(), reasons=(reason,), seeds=())
     runnable: list[str] = []
     reasons: list[Reason] = []
+    sizes: dict[str, Sequence[int]] = {}
     for position, name in enumerate(RECIPE_CLASSES):
         start = len(_HEADER) + position * len(_SLOT)
         slot = dict(zip(_SLOT, columns[start : start + len(_SLOT)], strict=True))
@@ -123,7 +128,9 @@ def judge_readiness(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Read
             reasons.append(found)
         if all(state == Readiness.READY for state in slot["readiness"]) and (found is None or found.field == "shape"):
             runnable.append(name)
-    return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=tuple(columns[len(_HEADER) - 1]))
+            sizes[name] = slot["shape"]
+    seeds = tuple(columns[len(_HEADER) - 1])
+    return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=seeds, sizes=sizes)
 
 
 _STATE_MESSAGES = {

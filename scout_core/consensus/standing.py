@@ -4,6 +4,8 @@ The ranks of such a job form a table: partners stand in rows, peers in columns. 
 carries a statement of every rank's contract; what they come to, the row's *standing*, goes along with the contract in
 the second, among peers. A standing holds words over the partners' contracts, so standings that are equal in one column
 are equal in each: all ranks of the table decide alike after two messages, and no replay waits for one that stays out.
+Words over the partners' sizes go along, which may differ from row to row: partners with data of their own thereby know
+alike in which sizes the source's row has the replays run.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from scout_core.consensus.readiness import (
 from scout_core.consensus.structure import structure_signature
 
 _HEADER_WORDS = 5
-STATEMENT_WORDS = _HEADER_WORDS + len(RECIPE_CLASSES)
-STANDING_WORDS = 2 + len(RECIPE_CLASSES)
+STATEMENT_WORDS = _HEADER_WORDS + 2 * len(RECIPE_CLASSES)
+STANDING_WORDS = 2 + 2 * len(RECIPE_CLASSES)
 GROUP_WORDS = 2 * COMPARED_GROUPS
 _AT_ONE_STEP, _GROUPS_AGREE, _FIRST_CLASS = 1, 2, 4
 
@@ -53,15 +55,16 @@ def judge_groups(rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Reason 
 
 
 def statement(contract: RankContract) -> list[int]:
-    """What a rank tells its partners of its contract, as `STATEMENT_WORDS` words: what must be alike in a column."""
-    ready, words = 0, []
+    """What a rank tells its partners of its contract, as `STATEMENT_WORDS` words: what must be alike in a column, and
+    what need not be, the sizes."""
+    ready, words, sizes = 0, [], []
     for position, name in enumerate(RECIPE_CLASSES):
         slot = contract.recipes.get(name, RecipeContract())
         ready += (slot.readiness == Readiness.READY) << position
-        # not the sizes, in which peers may differ
         words.append(structure_signature((slot.identity, slot.capture_step, slot.structure)))
+        sizes.append(structure_signature((slot.structure, slot.shape)))
     header = (LAYOUT_VERSION, contract.step, contract.check_index, contract.collective_digest, ready)
-    return [signed(word) for word in (*header, *words)]
+    return [signed(word) for word in (*header, *words, *sizes)]
 
 
 def standing_of(said: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[int]:
@@ -93,6 +96,7 @@ def join_standings(own: ReadinessVerdict, standings: Sequence[Sequence[int]], ra
         told = any(one.field == "collective_digest" for one in own.reasons)
         return ReadinessVerdict(runnable=(), reasons=own.reasons if told else (*own.reasons, reason), seeds=own.seeds)
     runnable, reasons = [], list(own.reasons)
+    sizes: dict[str, Sequence[int]] = {}
     for name in own.runnable:
         place = RECIPE_CLASSES.index(name)
         apart = tuple(r for r, row in zip(ranks, standings, strict=True) if not row[0] & _FIRST_CLASS << place)
@@ -101,7 +105,8 @@ def join_standings(own: ReadinessVerdict, standings: Sequence[Sequence[int]], ra
             reasons.append(_reason(name, "partner", apart, "they would have to run it in lockstep and cannot"))
         else:
             runnable.append(name)
-    return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=own.seeds)
+            sizes[name] = [row[2 + len(RECIPE_CLASSES) + place] for row in standings]
+    return ReadinessVerdict(runnable=tuple(runnable), reasons=tuple(reasons), seeds=own.seeds, sizes=sizes)
 
 
 def _minority(words: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:

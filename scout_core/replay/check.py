@@ -11,7 +11,7 @@ from torch import nn
 
 from scout_core.adapter import FrameworkAdapter
 from scout_core.config import ReplayHarnessConfig
-from scout_core.consensus.readiness import RankContract, Reason
+from scout_core.consensus.readiness import RankContract, ReadinessVerdict, Reason
 from scout_core.consensus.standing import GROUP_WORDS
 from scout_core.consensus.structure import structure_signature
 from scout_core.peers import PeerGroup
@@ -117,7 +117,7 @@ class CheckRunner:
         if not recipes:
             return self._result(plan, started, recipes, Found(), reasons)
         resize = any(reason.field == "shape" and reason.recipe in readiness.runnable for reason in reasons)
-        bench = self._workbench(plan, prepared, recipes, readiness.seeds[self.source(plan)], resize)
+        bench = self._workbench(plan, prepared, recipes, readiness, resize)
         found = self._rounds(bench, recipes, self.source(plan))
         found = replace(found, details=self._details(bench, recipes, found.joined))
         return self._result(plan, started, recipes, found, reasons)
@@ -136,9 +136,10 @@ class CheckRunner:
         )
 
     def _workbench(
-        self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], seed: int, resize: bool
+        self, plan: Plan, prepared: Prepared, recipes: Sequence[Recipe], readiness: ReadinessVerdict, resize: bool
     ) -> Workbench:
         """Carry the source's invocations over and set up the executions."""
+        source = self.source(plan)
         modules: dict[str, tuple[str, nn.Module]] = {
             recipe.recipe_id: self._recorder.module(recipe)
             for recipe in recipes
@@ -151,19 +152,20 @@ class CheckRunner:
         received: dict[str, Received] = {}
         if parcels:
             if resize:
-                agree_on_shapes(parcels, self._peers, self.source(plan))
-            received = carry(parcels, self._peers, self.source(plan))
+                agree_on_shapes(parcels, self._peers, source)
+            received = carry(parcels, self._peers, source)
         if any(recipe.recipe_class == "owner_update" for recipe in recipes):
             assert prepared.slice is not None, "readiness only lets an optimizer recipe run with a captured slice"
             if self.is_source(plan) and not plan.manual:
                 prepared.own_slice = prepared.slice
-            prepared.slice = carry_slice(prepared.slice, self._peers, self.source(plan))
+            prepared.slice = carry_slice(prepared.slice, self._peers, source)
         return Workbench(
             self._adapter,
             prepared,
             received,
             modules,
-            seed=seed,
+            seed=readiness.seeds[source],
+            sizes={name: words[source] for name, words in readiness.sizes.items()},
             deterministic=self._config.deterministic,
             lenient=self._lenient,
             lockstep=self._lockstep,

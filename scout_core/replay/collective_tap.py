@@ -54,6 +54,9 @@ _INPUTS: dict[str, int | None] = {
     "_c10d_functional.broadcast": 0,
     "_c10d_functional.broadcast_": 0,
 }
+_SPLIT = ("c10d.alltoall_base_", "_c10d_functional.all_to_all_single")
+"""Operators that take the number of rows for each rank, as lists; the first leaves them empty for equal shares."""
+_LISTED = ("c10d.alltoall_",)
 _ROOTED = ("c10d.broadcast_", "c10d.scatter_", "_c10d_functional.broadcast", "_c10d_functional.broadcast_")
 _POINT_TO_POINT = ("c10d.send", "c10d.recv_", "c10d.recv_any_source_")
 _DESUGARED = ("DTensor", "AsyncCollectiveTensor")
@@ -64,13 +67,15 @@ _WAIT = "_c10d_functional.wait_tensor"
 class TappedCall:
     """One collective: operator, global ranks of its group, bytes put in, and its stopwatches.
 
-    `repeat()` issues it once more on fresh memory of the same sizes, for partners that wait in it.
+    `repeat()` issues it once more on fresh memory of the same sizes, for partners that wait in it. `free`: its sizes,
+    or through integers that it carries those of later calls, may hang on the data and be others the next time.
     """
 
     operator: str
     ranks: tuple[int, ...]
     size: int
     repeat: Callable[[], object]
+    free: bool = False
     watches: list[Stopwatch] = field(default_factory=list)
 
     def elapsed_us(self) -> int:
@@ -149,6 +154,7 @@ class CollectiveTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ranks=tuple(dist.get_process_group_ranks(group)) if group is not None else (),
             size=sum(t.numel() * t.element_size() for t in given),
             repeat=_repeatable(name, func, args, kwargs),
+            free=_hangs_on_data(name, args, given),
         )
         self._before(len(self.calls), name)
         self.calls.append(call)
@@ -167,6 +173,12 @@ class CollectiveTap(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call is not None:
             call.watches.append(watch)
         return result
+
+
+def _hangs_on_data(name: str, args: Sequence[Any], given: Sequence[torch.Tensor]) -> bool:
+    """See `TappedCall.free`. Routing to experts sends counts first, then as many rows."""
+    split = name in _LISTED or (name in _SPLIT and any(isinstance(value, (list, tuple)) and value for value in args))
+    return split or not all(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
 
 
 def _repeatable(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:

@@ -2,7 +2,8 @@
 
 Partners are the ranks whose own collectives a replay runs (tensor, context, expert and sequence parallel groups). When
 a replay has not run in this shape before, partners meet before every one of its collectives, so that one that broke
-off keeps the others out. Once it has, the sequence is known, and one that breaks off issues what is left of it.
+off keeps the others out. Once it has, the sequence is known, and one that breaks off issues what is left of it. Where
+sizes hang on the data, as with tokens sent to experts, nobody can issue them for another: such partners always meet.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Lockstep:
         sign: Callable[[list[torch.Tensor]], torch.Tensor],
         work: Callable[[CollectiveTap], T],
     ) -> tuple[T, CollectiveTap]:
-        """Run `work` with its collectives watched. Every partner calls with the same `key`: recipe and sizes.
+        """Run `work` with its collectives watched. Every partner calls with the same `key`, of what all are to run.
 
         Collectives: those of `work`; on a first run one all-gather more before each of them and one at the end. Raises
         what `work` raises, and `PartnerFailed` when a partner's raised instead.
@@ -70,8 +71,10 @@ class Lockstep:
             else:
                 _finish(known[len(tap.calls) :])
             raise
-        if known is None and self._say(_DONE):
-            self._remember(key, tap)
+        if known is None:
+            steady = not any(call.free for call in tap.replayed)
+            if self._say(_DONE if steady else _FAILED):
+                self._remember(key, tap)
         return result, tap
 
     def _remember(self, key: Key, tap: CollectiveTap) -> None:

@@ -71,6 +71,7 @@ class _Ran:
 class Workbench:
     """Runs recipes on what was prepared and received. Local to the rank, unless a module communicates itself.
 
+    `sizes` has, by recipe class, a word over the sizes of the invocations that this rank and its partners replay.
     `lenient` collects recipes with an operation that has no deterministic kernel; it outlives a single check. `owned`:
     parameter state is compared as each rank holds it, and not as gathered for the replay.
     """
@@ -83,6 +84,7 @@ class Workbench:
         modules: Mapping[str, tuple[str, nn.Module]],
         *,
         seed: int,
+        sizes: Mapping[str, int],
         deterministic: bool,
         lenient: set[str],
         lockstep: Lockstep,
@@ -93,6 +95,7 @@ class Workbench:
         self._received = received
         self._modules = modules
         self._seed = seed
+        self._sizes = sizes
         self._deterministic = deterministic
         self._lenient = lenient
         self._lockstep = lockstep
@@ -179,8 +182,8 @@ class Workbench:
 
         if self._lockstep.alone:
             return work(None), None
-        invocation = self._prepared.invocations[recipe.recipe_id]
-        sizes = structure_signature((invocation.shape(), compute))
+        # not this rank's own sizes: partners may have others, and would not know the sequence when this rank does
+        sizes = structure_signature((self._sizes[recipe.recipe_class], compute))
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         ran, tap = self._lockstep.run((recipe.recipe_id, sizes), device, signatures, work)
         self.taps[recipe.recipe_id] = tap

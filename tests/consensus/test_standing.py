@@ -69,6 +69,7 @@ def decide(changes: Changes) -> dict[tuple[int, int], ReadinessVerdict]:
 def test_all_ranks_of_a_table_run_the_same_and_explain_together(changes: Changes) -> None:
     found = decide(changes).values()
     assert len({verdict.runnable for verdict in found}) == 1
+    assert len({str(verdict.sizes) for verdict in found}) == 1, "each source's sizes are known to all alike"
     explained = {any(reason.field == "collective_digest" for reason in verdict.reasons) for verdict in found}
     assert len(explained) == 1, "an explanation is a collective of all of them"
 

@@ -28,7 +28,8 @@ def test_a_clean_fit_on_shards_is_silent_and_the_same_bits(pool: RankPool, tmp_p
 
 def test_without_replicas_nothing_is_checked_nor_certified(pool: RankPool, tmp_path: Path) -> None:
     for one in pool.run(run, Fit(folder=tmp_path, layout="tp", checkpoint=ALL), timeout=120):
-        assert one["status"] is None and one["reports"] == []
+        assert one["status"] == ("Inconclusive", False, False) and one["reports"] == []
+        assert one["reasons"] and all("nothing to compare" in reason for reason in one["reasons"])
     assert {m.state for m in ManifestStore(tmp_path / "scout" / "manifests").all()[0]} == {"CANDIDATE"}
 
 

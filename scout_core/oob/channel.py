@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,8 @@ class Channel:
         path = folder / name
         # It gets its name only when it is locked and has its header: nobody may take it for a dead owner's before.
         descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
+        with ExitStack() as failing:
+            failing.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(descriptor, 0, SIZE)
             memory = mmap.mmap(descriptor, SIZE)
@@ -93,9 +94,7 @@ class Channel:
                 if not reclaim(path):
                     raise ChannelBusy(f"{name} belongs to a live process; it is left alone") from None
                 _name(descriptor, path)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            failing.pop_all()
         return cls(name, memory, token, descriptor)
 
     @classmethod

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from scout_core.oob.endings import judge_endings
 from scout_core.oob.findings import Finding, exonerate, make
+from scout_core.oob.own_word import is_proof, own_word, speaks, strongest
 from scout_core.oob.records import GroupView, RankView
 from scout_core.oob.sequences import Divergence, first_divergence, in_steps, settle
 from scout_core.oob.waiting import Waits, waits_of
@@ -132,9 +133,9 @@ def _judge_stall(situation: Situation) -> Finding | None:
     holding = waits.roots()
     if holding:
         return _judge_holding(holding, waits, situation)
-    own = [view for view in views.values() if view.stalled and _speaks(view)]
-    if own and (len(own) * 2 < len(views) or len(views) == 1 or any(_proof(view) for view in own)):
-        return _own_word(_strongest(own), views)
+    own = [view for view in views.values() if view.stalled and speaks(view)]
+    if own and (len(own) * 2 < len(views) or len(views) == 1 or any(is_proof(view) for view in own)):
+        return own_word(strongest(own), views)
     if own and len(own) == len(views) and len({view.activity for view in own}) == 1:
         return _everybody(own, views)
     if waits.cycle:
@@ -150,16 +151,16 @@ def _judge_holding(holding: tuple[int, ...], waits: Waits, situation: Situation)
     """Ranks that others wait for and that wait for nobody."""
     views = situation.views
     late = [views[rank] for rank in holding]
-    proven = [view for view in late if _proof(view) or view.status != "alive"]
+    proven = [view for view in late if is_proof(view) or view.status != "alive"]
     if not proven and not all(view.stalled for view in late):
         return None  # still within its own grace: compiling, saving, evaluating
     victims = {str(rank): text for rank, text in waits.reasons(views).items() if rank not in holding}
     gone = [view for view in late if view.status != "alive"]
     if gone:
         return _left_early(gone, victims, waits, views)
-    speaking = [view for view in late if _proof(view) or (_speaks(view) and view.stalled)]
+    speaking = [view for view in late if is_proof(view) or (speaks(view) and view.stalled)]
     if speaking:
-        return _own_word(_strongest(speaking), views, victims)
+        return own_word(strongest(speaking), views, victims)
     if waits.alone() and set(waits.alone()) == set(waits.waiting()):
         return _alone(waits, views)
     if all(view.activity in ("collective", "point_to_point") for view in late):
@@ -323,83 +324,6 @@ def _everybody(own: list[RankView], views: Mapping[int, RankView]) -> Finding:
         views,
         basis="none",
         message=f"every rank waits in {own[0].activity} {own[0].activity_name!r}: storage or input of the whole job",
-    )
-
-
-def _proof(view: RankView) -> bool:
-    """What needs no comparison and no patience: a stopped process, a handler that holds on, a lost loader worker."""
-    lost = view.activity == "dataloader" and any(worker.state in ("T", "Z", "gone") for worker in view.workers)
-    return view.process.state == "T" or bool(view.exception) or lost
-
-
-def _speaks(view: RankView) -> bool:
-    """Whether it says itself what holds it up."""
-    return _proof(view) or view.activity in ("dataloader", "checkpoint_read", "checkpoint_write")
-
-
-def _strongest(views: list[RankView]) -> RankView:
-    return min(views, key=lambda view: (not _proof(view), -view.quiet_s))
-
-
-def _own_word(view: RankView, views: Mapping[int, RankView], victims: Mapping[str, str] | None = None) -> Finding:
-    """The finding for a rank that says itself what holds it up."""
-    cleared = victims or exonerate((view.rank,), views)
-    who, seconds = f"rank {view.rank}", f"for {view.quiet_s:.1f} s"
-    evidence: dict[str, Any] = {"activity": view.activity, "name": view.activity_name, "usual": None}
-    if view.process.state == "T":
-        return make(
-            "process_stall",
-            (view.rank,),
-            views,
-            basis="direct",
-            message=f"{who}: process {view.pid} is stopped (state T), no progress {seconds}",
-            evidence={"doing": "stopped"},
-            exonerating=cleared,
-        )
-    if view.activity == "dataloader":
-        lost = [worker for worker in view.workers if worker.state in ("T", "Z", "gone")]
-        text = "".join(f"; worker {worker.pid} is {'stopped' if worker.state == 'T' else 'dead'}" for worker in lost)
-        if any(worker.state != "T" for worker in lost):
-            text += "; if the kernel killed it, look at host memory"
-        evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
-        return make(
-            "dataloader_stall",
-            (view.rank,),
-            views,
-            basis="direct",
-            message=f"{who}: waits in the next() of loader {view.activity_name!r} {seconds}{text}",
-            surface=view.activity_name,
-            evidence=evidence,
-            exonerating=cleared,
-        )
-    if view.activity in ("checkpoint_read", "checkpoint_write"):
-        verb = view.activity.removeprefix("checkpoint_")
-        lost = [worker for worker in view.workers if worker.state in ("T", "Z")]
-        text = "".join(
-            f"; its child process {worker.pid} {'is stopped' if worker.state == 'T' else 'has ended'}"
-            for worker in lost
-        )
-        evidence["workers"] = {str(worker.pid): worker.state for worker in view.workers}
-        return make(
-            "checkpoint_io_stall",
-            (view.rank,),
-            views,
-            basis="direct",
-            message=f"{who}: in the checkpoint {verb} {view.activity_name!r} {seconds} (process {view.pid}, "
-            f"state {view.process.state}){text}",
-            surface=view.activity_name,
-            evidence=evidence,
-            exonerating=cleared,
-        )
-    last = view.exception.strip().splitlines()[-1] if view.exception.strip() else "an exception"
-    return make(
-        "process_stall",
-        (view.rank,),
-        views,
-        basis="direct",
-        message=f"{who}: stuck while handling {last}, no progress {seconds}",
-        evidence={"doing": "handling an exception", "exception": view.exception},
-        exonerating=cleared,
     )
 
 

@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,17 @@ def child(folder: Path, how: str) -> None:
         pass
 
 
+def forked(body: Callable[..., None], *args: Any) -> int:
+    """The process id of a child that runs `body`, which ends it; exit code 3 if it comes back."""
+    process = os.fork()
+    if process == 0:
+        try:
+            body(*args)
+        finally:
+            os._exit(3)
+    return process
+
+
 class SlowDisk(Shards):
     """Writes when the test says so."""
 
@@ -82,12 +95,7 @@ def flush_before_leaving(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "own handler"])
 def test_sigterm_during_a_flush_lets_it_end(tmp_path: Path, how: str) -> None:
-    process = os.fork()
-    if process == 0:
-        try:
-            flush_before_leaving(tmp_path, how)
-        finally:
-            os._exit(3)
+    process = forked(flush_before_leaving, tmp_path, how)
     wait_for(tmp_path / "ready")
     (tmp_path / "go").touch()
     wait_for(tmp_path / "writing")
@@ -105,16 +113,15 @@ def hang(folder: Path) -> None:
     threading.Event().wait()
 
 
+def wait_with_a_flush_that_hangs(folder: Path) -> None:
+    FlushOnSignal(lambda: hang(folder), grace_s=0.5).install()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (folder / "ready").touch()
+    store.wait(["never"], timedelta(seconds=60))
+
+
 def test_a_flush_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path) -> None:
-    process = os.fork()
-    if process == 0:
-        try:
-            FlushOnSignal(lambda: hang(tmp_path), grace_s=0.5).install()
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            (tmp_path / "ready").touch()
-            store.wait(["never"], timedelta(seconds=60))
-        finally:
-            os._exit(3)
+    process = forked(wait_with_a_flush_that_hangs, tmp_path)
     wait_for(tmp_path / "ready")
     os.kill(process, signal.SIGTERM)
     status = end_of(process)
@@ -123,12 +130,7 @@ def test_a_flush_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Pat
 
 @pytest.mark.parametrize(("how", "signalled"), [("stuck", True), ("running", True), ("own handler", False)])
 def test_sigterm_flushes_and_then_does_what_it_did_before(tmp_path: Path, how: str, signalled: bool) -> None:
-    process = os.fork()
-    if process == 0:
-        try:
-            child(tmp_path, how)
-        finally:
-            os._exit(3)
+    process = forked(child, tmp_path, how)
     wait_for(tmp_path / "ready")
     os.kill(process, signal.SIGTERM)
     status = os.waitpid(process, 0)[1]
@@ -166,12 +168,7 @@ def end_a_worker(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "chained"])
 def test_ending_a_forked_worker_neither_ends_nor_flushes_its_parent(tmp_path: Path, how: str) -> None:
-    process = os.fork()
-    if process == 0:
-        try:
-            end_a_worker(tmp_path, how)
-        finally:
-            os._exit(3)
+    process = forked(end_a_worker, tmp_path, how)
     status = os.waitpid(process, 0)[1]
     assert (tmp_path / f"worker-ended-by-{int(signal.SIGTERM)}").exists(), "the parent ended with its worker"
     assert [path.name for path in tmp_path.glob("flushed-by-*")] == [f"flushed-by-{process}"]

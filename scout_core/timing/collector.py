@@ -39,10 +39,10 @@ class CollectorWatch:
 
         Told once, and again only after it had passed.
         """
-        self._steps.append((time.monotonic(), self._pauses))
-        if not self._pauses and not self._told:
+        paused, self._pauses = self._pauses, []
+        self._steps.append((time.monotonic(), paused))
+        if not paused and not self._told:
             return None  # only a step with a pause makes it much
-        self._pauses = []
         long = [ms for _, pauses in self._steps for ms in pauses]
         elapsed_ms = (self._steps[-1][0] - self._steps[0][0]) * 1e3
         much = sum(bool(pauses) for _, pauses in self._steps) >= _PAUSED and sum(long) > _SHARE * elapsed_ms

@@ -138,7 +138,8 @@ def test_e16_a_fetch_that_hangs_at_a_restart_falls_back_and_names_the_shard(tmp_
             with torch.no_grad():
                 model[0].weight.fill_(step)
             scout._trust._apply(step, Change(capture=True, state=VERIFIED), verdict)
-        assert scout._trust._gemini is not None and scout._trust._gemini.settle(10)
+            # as the vote sees to: no capture begins before the last one is complete
+            assert scout._trust._gemini is not None and scout._trust._gemini.settle(10)
         scout._trust._gemini.flush()
     forget_memory()
     if local:  # the older state lies on the local disk alone, and the newest one in the remote store

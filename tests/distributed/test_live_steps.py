@@ -18,7 +18,7 @@ from tests.distributed.models import BATCH, LENGTH, WORDS, Case, Job, LanguageMo
 from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.distributed
-QUIET: dict[str, Any] = {"straggler_absolute_ms": 1e4, "oob_enabled": True}
+QUIET: dict[str, Any] = {"straggler_absolute_ms": 1e4, "oob_enabled": True, "live_observation_ms": 0.0}
 SLOW_S = 0.1
 
 
